@@ -20,7 +20,7 @@ from megatrain_torch._core import DTYPES, PLANES, STATES, Engine, MegatrainError
 TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 HYPER = (1e-2, 0.9, 0.95, 1e-8, 0.1)     # lr, beta1, beta2, eps, weight_decay
 SET, ADD = 0, 1
-GROUP = 128                              # elements that share a scale: csrc/core/states.h
+GROUP = 128                              # elements that share a scale: csrc/core/dtype.h
 UNITS = (                                # name of the type, elements: cuts inside of parameters and between them
     (("BF16", 30000), ("F32", 64), ("F16", 20011), ("F32", 9000), ("BF16", 1)),
     (("F16", 8192), ("BF16", 24577)),

@@ -28,7 +28,7 @@ from megatrain_torch.base.errors import MegatrainError
 from megatrain_torch.base.modes import DISK, read
 from megatrain_torch.model.stream import runtime_of
 
-FULL = 1 << 22                       # MT_EDGE_FULL of csrc/core/debug.h
+FULL = 1 << 22                       # MT_EDGE_FULL of csrc/core/context.h
 WAYS = [("selective+disk", "fused"), ("saved+disk", "eager"), ("replay+disk", "eager")]
 DEEP = FAMILIES["qwen3"]               # of one layer more than there are bays
 

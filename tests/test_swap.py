@@ -41,7 +41,7 @@ from megatrain_torch.base.errors import MegatrainError
 from megatrain_torch.base.modes import HOST, MODES, read
 from megatrain_torch.model.stream import runtime_of
 
-LEFT = 1 << 17                       # MT_EDGE_LEFT of csrc/core/debug.h
+LEFT = 1 << 17                       # MT_EDGE_LEFT of csrc/core/context.h
 FUSED = [("qwen3", mode) for mode in HOST] + [("gemma3", "saved+host")]      # norms of q and k; behind both halves too
 
 

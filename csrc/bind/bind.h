@@ -134,16 +134,38 @@ typedef struct mt_engine {
 PyObject *mt_engine_type_new(PyObject *module);
 mt_engine *mt_engine_usable(PyObject *self);            /* NULL and MegatrainError once closed */
 /* An engine that is usable, and its method's arguments as PyArg_ParseTuple has them. "O&" with
- * mt_as_unit, &unit: a unit that is there; with mt_as_queue, &queue: a stream's. NULL with an
- * exception. */
+ * mt_as_unit, &unit: a unit that is there, and mt_as_param, &param behind it: a parameter of that;
+ * with mt_as_plane: a plane; with mt_as_queue, &queue: a stream's. NULL with an exception. */
 mt_engine *mt_engine_args(PyObject *self, PyObject *args, const char *format, ...);
+mt_engine *mt_engine_keys(PyObject *self, PyObject *args, PyObject *kw, char **names,
+                          const char *format, ...);
 int mt_as_unit (PyObject *o, void *unit);
+int mt_as_param(PyObject *o, void *param);
+int mt_as_plane(PyObject *o, void *plane);
 int mt_as_queue(PyObject *o, void *queue);
+PyObject *mt_tuple_of(const size_t *sizes, int n);       /* NULL with an exception */
 /* None, or NULL with an exception: that of st, or of a hook. */
 PyObject *mt_engine_done(mt_engine *e, mt_status st);
 int mt_engine_unit (mt_engine *e, int unit);            /* 0, or -1 with an exception */
 int mt_engine_param(mt_engine *e, int unit, int param);
 mt_queue *mt_engine_queue(mt_engine *e, uintptr_t handle);   /* NULL with an exception */
+
+/* The same as the declaration of a method's engine: where there is none, the method returns. */
+#define MT_ENGINE(e, ...)                                       \
+    mt_engine *e = mt_engine_args(self, args, __VA_ARGS__);     \
+    if (e == NULL)                                              \
+        return NULL
+/* Of a method without arguments, or which reads them itself. */
+#define MT_USABLE(e)                                            \
+    mt_engine *e = mt_engine_usable(self);                      \
+    if (e == NULL)                                              \
+        return NULL
+
+/* Of one with keywords. */
+#define MT_KEYWORDS(e, names, ...)                                          \
+    mt_engine *e = mt_engine_keys(self, args, kw, names, __VA_ARGS__);      \
+    if (e == NULL)                                                          \
+        return NULL
 
 /* Runs `call` without the GIL. `e` outlives it: the caller's argument tuple holds it. */
 #define MT_UNLOCKED(e, st, call)          \

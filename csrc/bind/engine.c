@@ -70,10 +70,27 @@ mt_queue *mt_engine_queue(mt_engine *e, uintptr_t handle)
 }
 
 static _Thread_local mt_engine *parsed;      /* whose method's arguments this thread reads */
+static _Thread_local int        parsed_unit; /* the latest of these */
 
 int mt_as_unit(PyObject *o, void *unit)
 {
-    return mt_arg_int(o, unit) == 0 && mt_engine_unit(parsed, *(int *)unit) == 0;
+    return mt_arg_int(o, unit) == 0 && mt_engine_unit(parsed, parsed_unit = *(int *)unit) == 0;
+}
+
+int mt_as_param(PyObject *o, void *param)
+{
+    return mt_arg_int(o, param) == 0 && mt_engine_param(parsed, parsed_unit, *(int *)param) == 0;
+}
+
+int mt_as_plane(PyObject *o, void *plane)
+{
+    int *p = plane;
+
+    if (mt_arg_int(o, p) < 0)
+        return 0;
+    if (*p < 0 || *p >= MT_PLANE_COUNT)
+        PyErr_Format(parsed->error, "plane %d: PLANES has 0 to %d", *p, MT_PLANE_COUNT - 1);
+    return *p >= 0 && *p < MT_PLANE_COUNT;
 }
 
 int mt_as_queue(PyObject *o, void *queue)
@@ -84,20 +101,48 @@ int mt_as_queue(PyObject *o, void *queue)
     return mt_arg_addr(o, &handle) == 0 && (*q = mt_engine_queue(parsed, handle)) != NULL;
 }
 
+static int parse(PyObject *args, PyObject *kw, char **names, const char *format, va_list list)
+{
+    return names == NULL ? PyArg_VaParse(args, format, list)
+                         : PyArg_VaParseTupleAndKeywords(args, kw, format, names, list);
+}
+
+#define PARSE(self, args, kw, names, format)                     \
+    mt_engine *e = mt_engine_usable(self), *before = parsed;     \
+    va_list    list;                                             \
+    int        ok;                                               \
+                                                                 \
+    if (e == NULL)                                               \
+        return NULL;                                             \
+    parsed = e;                                                  \
+    va_start(list, format);                                      \
+    ok = parse(args, kw, names, format, list);                   \
+    va_end(list);                                                \
+    parsed = before;                                             \
+    return ok ? e : NULL
+
 mt_engine *mt_engine_args(PyObject *self, PyObject *args, const char *format, ...)
 {
-    mt_engine *e = mt_engine_usable(self), *before = parsed;
-    va_list    list;
-    int        ok;
+    PARSE(self, args, NULL, NULL, format);
+}
 
-    if (e == NULL)
-        return NULL;
-    parsed = e;
-    va_start(list, format);
-    ok = PyArg_VaParse(args, format, list);
-    va_end(list);
-    parsed = before;
-    return ok ? e : NULL;
+mt_engine *mt_engine_keys(PyObject *self, PyObject *args, PyObject *kw, char **names,
+                          const char *format, ...)
+{
+    PARSE(self, args, kw, names, format);
+}
+
+PyObject *mt_tuple_of(const size_t *sizes, int n)
+{
+    PyObject *out = PyTuple_New(n);
+
+    for (int i = 0; out != NULL && i < n; i++) {
+        PyObject *size = PyLong_FromSize_t(sizes[i]);
+
+        if (size == NULL || PyTuple_SetItem(out, i, size) < 0)
+            Py_CLEAR(out);
+    }
+    return out;
 }
 
 PyObject *mt_engine_done(mt_engine *e, mt_status st)

@@ -159,31 +159,22 @@ static mt_status tensor_of(const adam_job *j, const adam_param *p, mt_adam_tenso
 static mt_status list_of(const adam_job *j, mt_adam_tensor **out,
                          mt_status (*each)(const adam_job *, const adam_param *, mt_adam_tensor *))
 {
-    mt_adam_tensor *t;
-    mt_status       st;
+    mt_adam_tensor *t MT_FREED = NULL;
 
     MT_DO(MT_MAKE(t, j->n, mt_store_name(j->store, j->unit)));
     for (int i = 0; i < j->n; i++)
-        MT_TRY(each(j, &j->p[i], &t[i]));
-    *out = t;
+        MT_DO(each(j, &j->p[i], &t[i]));
+    *out = MT_KEEP(t);
     return MT_OK;
-
-fail:
-    free(t);
-    return st;
 }
 
 static mt_status job_run(void *arg, mt_pool *pool, float clip)
 {
     const adam_job *j = arg;
-    mt_adam_tensor *t;
-    mt_status       st = list_of(j, &t, tensor_of);
+    mt_adam_tensor *t MT_FREED = NULL;
 
-    if (st != MT_OK)
-        return st;
-    st = mt_adam_step(pool, t, j->n, clip, mt_isa_best());
-    free(t);
-    return st;
+    MT_DO(list_of(j, &t, tensor_of));
+    return mt_adam_step(pool, t, j->n, clip, mt_isa_best());
 }
 
 static size_t lifted_bytes(const mt_adam_tensor *t)
@@ -256,8 +247,7 @@ static int asked(const adam_job *j, int param)
 static mt_status stretches_of(const adam_job *j, const mt_adam_tensor *whole, const mt_part *parts,
                               int n_parts, mt_adam_tensor **out, int *n)
 {
-    mt_adam_tensor *s, t;
-    mt_status       st = MT_OK;
+    mt_adam_tensor *s MT_FREED = NULL, t;
 
     MT_DO(MT_MAKE(s, n_parts, mt_store_name(j->store, j->unit)));
     *n = 0;
@@ -268,16 +258,12 @@ static mt_status stretches_of(const adam_job *j, const mt_adam_tensor *whole, co
         if (k < 0)
             continue;
         if (whole == NULL)
-            MT_TRY(bare_of(j, &j->p[k], &t));
-        MT_TRY(fill_in(j, &part));
+            MT_DO(bare_of(j, &j->p[k], &t));
+        MT_DO(fill_in(j, &part));
         s[(*n)++] = stretch(whole != NULL ? &whole[k] : &t, &part);
     }
-    *out = s;
+    *out = MT_KEEP(s);
     return MT_OK;
-
-fail:
-    free(s);
-    return st;
 }
 
 /* A guest's states, all that are to be updated, are in parts. */
@@ -295,52 +281,41 @@ static int are_all(const adam_job *j, const mt_adam_tensor *t, const mt_adam_ten
 static mt_status put_guest(const adam_job *j, mt_queue *q, float clip, const mt_part *parts,
                            int n_parts)
 {
-    mt_adam_tensor *t = NULL, *s = NULL;
+    mt_adam_tensor *t MT_FREED = NULL, *s MT_FREED = NULL;
     int             n;
-    mt_status       st;
 
-    MT_TRY(list_of(j, &t, bare_of));
-    MT_TRY(lift(j, q, t));
-    MT_TRY(stretches_of(j, t, parts, n_parts, &s, &n));
+    MT_DO(list_of(j, &t, bare_of));
+    MT_DO(lift(j, q, t));
+    MT_DO(stretches_of(j, t, parts, n_parts, &s, &n));
     if (!are_all(j, t, s, n))
-        MT_TRY(MT_FAIL(MT_ESTATE, "unit %d (%s): some of its states are not on the device; lift "
-                       "them anew when other parameters are to be trained", j->unit,
-                       mt_store_name(j->store, j->unit)));
-    MT_TRY(mt_adam_put(q, s, n, clip));
-fail:
-    free(s);
-    free(t);
-    return st;
+        MT_DO(MT_FAIL(MT_ESTATE, "unit %d (%s): some of its states are not on the device; lift "
+                      "them anew when other parameters are to be trained", j->unit,
+                      mt_store_name(j->store, j->unit)));
+    return mt_adam_put(q, s, n, clip);
 }
 
 static mt_status job_put(void *arg, mt_queue *q, float clip)
 {
     const adam_job       *j = arg;
     const mt_part *parts;
-    mt_adam_tensor       *t;
+    mt_adam_tensor       *t MT_FREED = NULL;
     int                   n_parts, guest;
     mt_status             st = mt_resident_parts(j->residents, j->unit, &parts, &n_parts, &guest);
 
     if (st != MT_OK || guest)
         return st != MT_OK ? st : put_guest(j, q, clip, parts, n_parts);
     MT_DO(list_of(j, &t, tensor_of));
-    MT_TRY(lift(j, q, t));
-    MT_TRY(mt_adam_put(q, t, j->n, clip));
-fail:
-    free(t);
-    return st;
+    MT_DO(lift(j, q, t));
+    return mt_adam_put(q, t, j->n, clip);
 }
 
 static mt_status job_pieces(void *arg, mt_pool *pool, const mt_part *parts, int n_parts, float clip)
 {
-    mt_adam_tensor *s = NULL;
+    mt_adam_tensor *s MT_FREED = NULL;
     int             n;
-    mt_status       st = stretches_of(arg, NULL, parts, n_parts, &s, &n);
 
-    if (st == MT_OK)
-        st = mt_adam_step(pool, s, n, clip, mt_isa_best());
-    free(s);
-    return st;
+    MT_DO(stretches_of(arg, NULL, parts, n_parts, &s, &n));
+    return mt_adam_step(pool, s, n, clip, mt_isa_best());
 }
 
 /* Its bytes are those of a plane: a gradient has its weight's type, or is an fp32 sum. */
@@ -348,24 +323,20 @@ static mt_status job_gradient(void *arg, int param, const void **at, mt_plane *p
 {
     const adam_job *j = arg;
     mt_dtype        dtype;
-    mt_status       st = gradient(j, &j->p[asked(j, param)], at, &dtype);
 
-    if (st == MT_OK)
-        *plane = dtype == mt_store_desc(j->store, j->unit, param)->dtype ? MT_PLANE_GRAD
-                                                                         : MT_PLANE_ACC;
-    return st;
+    MT_DO(gradient(j, &j->p[asked(j, param)], at, &dtype));
+    *plane = dtype == mt_store_desc(j->store, j->unit, param)->dtype ? MT_PLANE_GRAD
+                                                                     : MT_PLANE_ACC;
+    return MT_OK;
 }
 
 static mt_status job_compute(void *arg, mt_queue *q, const mt_part *parts, int n_parts, float clip)
 {
-    mt_adam_tensor *s = NULL;
+    mt_adam_tensor *s MT_FREED = NULL;
     int             n;
-    mt_status       st = stretches_of(arg, NULL, parts, n_parts, &s, &n);
 
-    if (st == MT_OK)
-        st = mt_adam_put(q, s, n, clip);
-    free(s);
-    return st;
+    MT_DO(stretches_of(arg, NULL, parts, n_parts, &s, &n));
+    return mt_adam_put(q, s, n, clip);
 }
 
 static uint64_t number(uint64_t hash, double value)
@@ -471,7 +442,7 @@ static int param_of(mt_engine *e, int unit, PyObject *tuple, adam_param *out)
     p.grad_dtype = (mt_dtype)grad_dtype;
     /* Asked now: a zero_grad() may come before the update runs. A user's change is in the GRAD
      * plane, the rounded copy, and makes the sum stale. */
-    p.acc = address == 0 && !p.changed && mt_offload_has_acc(e->offload, unit, p.param);
+    p.acc = address == 0 && !p.changed && mt_offload_has(e->offload, unit, p.param, MT_GRAD_SUMMED);
     if (hyper_ok(e, unit, &p) < 0)
         return -1;
     *out = p;
@@ -563,12 +534,8 @@ static mt_update_job *updates_of(mt_engine *e, PyObject *tuple)
 static mt_status submit_alone(mt_engine *e, const mt_update_job *jobs, int n, double max_norm,
                               mt_queue *run, uint64_t *ticket)
 {
-    mt_status st;
-
-    mt_lock(&e->door);
-    st = mt_update_submit(e->updater, jobs, n, max_norm, run, ticket);
-    mt_unlock(&e->door);
-    return st;
+    MT_HOLD(&e->door);
+    return mt_update_submit(e->updater, jobs, n, max_norm, run, ticket);
 }
 
 PyObject *mt_engine_adam(PyObject *self, PyObject *args, PyObject *kw)
@@ -587,9 +554,8 @@ PyObject *mt_engine_adam(PyObject *self, PyObject *args, PyObject *kw)
     if (e == NULL || !PyArg_ParseTupleAndKeywords(args, kw, "OdK:adam", names, &sequence, &max_norm,
                                                   &handle))
         return NULL;
-    if ((run = mt_engine_queue(e, (uintptr_t)handle)) == NULL)
-        return NULL;
-    if ((units = PySequence_Tuple(sequence)) == NULL)
+    if ((run = mt_engine_queue(e, (uintptr_t)handle)) == NULL ||
+        (units = PySequence_Tuple(sequence)) == NULL)
         return NULL;
     n = (int)PyTuple_Size(units);
     jobs = updates_of(e, units);
@@ -614,11 +580,9 @@ PyObject *mt_engine_norm(PyObject *self, PyObject *args)
     unsigned long long ticket;
     double             norm;
     int                skipped;
-    mt_engine         *e = mt_engine_args(self, args, "K:norm", &ticket);
     mt_status          st;
 
-    if (e == NULL)
-        return NULL;
+    MT_ENGINE(e, "K:norm", &ticket);
     MT_WAITING(e, st, mt_update_norm(e->updater, ticket, &norm, &skipped));
     return st == MT_OK ? Py_BuildValue("(di)", norm, skipped) : mt_raise(e->error, st);
 }

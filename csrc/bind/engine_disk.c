@@ -102,15 +102,12 @@ PyObject *mt_engine_disk(PyObject *self, PyObject *args, PyObject *kw)
     return mt_engine_done(e, st);
 }
 
-PyObject *mt_engine_disk_file(PyObject *self, PyObject *unused)
+PyObject *mt_engine_disk_file(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    mt_engine    *e = mt_engine_usable(self);
     mt_file_stats s;
     mt_blocks    *b;
 
-    (void)unused;
-    if (e == NULL)
-        return NULL;
+    MT_USABLE(e);
     if (e->cx.disk == NULL)
         Py_RETURN_NONE;
     b = mt_file_blocks(e->file);
@@ -129,12 +126,11 @@ static mt_status unname(mt_engine *e)
 }
 
 /* Of an engine that is closed, or is being closed by another thread: that does it first of all. */
-PyObject *mt_engine_disk_unname(PyObject *self, PyObject *unused)
+PyObject *mt_engine_disk_unname(PyObject *self, PyObject *Py_UNUSED(unused))
 {
     mt_engine *e = (mt_engine *)self;
     mt_status  st;
 
-    (void)unused;
     if (e->closed || e->memory == NULL || !mt_memory_is_ours(e->memory))
         Py_RETURN_NONE;
     MT_UNLOCKED(e, st, unname(e));

@@ -27,16 +27,13 @@ static void relay_end(PyObject *capsule)
     free(r);
 }
 
-PyObject *mt_engine_relay(PyObject *self, PyObject *unused)
+PyObject *mt_engine_relay(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    mt_engine *e = mt_engine_usable(self);
     relay     *r;
     PyObject  *capsule;
     mt_status  st;
 
-    (void)unused;
-    if (e == NULL)
-        return NULL;
+    MT_USABLE(e);
     if ((r = calloc(1, sizeof *r)) == NULL)
         return PyErr_NoMemory();
     r->memory = e->memory;

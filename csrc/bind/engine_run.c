@@ -52,6 +52,12 @@ static int streams(mt_engine *e)
     return -1;
 }
 
+/* As MT_ENGINE, of an engine that has slots. */
+#define STREAMING(e, ...)         \
+    MT_ENGINE(e, __VA_ARGS__);    \
+    if (streams(e) < 0)           \
+        return NULL
+
 static mt_engine *streaming(PyObject *self)
 {
     mt_engine *e = mt_engine_usable(self);
@@ -59,12 +65,11 @@ static mt_engine *streaming(PyObject *self)
     return e != NULL && streams(e) == 0 ? e : NULL;
 }
 
-static int slot_from(void *unused, PyObject *pair, void *out)
+static int slot_from(void *Py_UNUSED(unused), PyObject *pair, void *out)
 {
     unsigned long long address;
     Py_ssize_t         bytes;
 
-    (void)unused;
     if (mt_arg_tuple(pair) < 0 ||
         !PyArg_ParseTuple(pair, "Kn;a slot is (address, bytes)", &address, &bytes))
         return -1;
@@ -122,11 +127,10 @@ PyObject *mt_engine_open_slots(PyObject *self, PyObject *args)
     return mt_raise(e->error, st);
 }
 
-static int range_from(void *unused, PyObject *item, void *out)
+static int range_from(void *Py_UNUSED(unused), PyObject *item, void *out)
 {
     Py_ssize_t from, to, bytes;
 
-    (void)unused;
     if (!PyTuple_Check(item)) {
         PyErr_SetString(PyExc_TypeError, "cut: (from, to, bytes) of each range");
         return -1;
@@ -160,22 +164,18 @@ PyObject *mt_engine_cut(PyObject *self, PyObject *args)
 PyObject *mt_engine_settle(PyObject *self, PyObject *args)
 {
     int        unit, slot;
-    mt_engine *e = mt_engine_args(self, args, "O&i:settle", mt_as_unit, &unit, &slot);
 
-    if (e == NULL || streams(e) < 0)
-        return NULL;
+    STREAMING(e, "O&i:settle", mt_as_unit, &unit, &slot);
     return mt_engine_done(e, mt_stream_settle(e->stream, unit, slot));
 }
 
 PyObject *mt_engine_slot_name(PyObject *self, PyObject *args)
 {
     int         unit, named;
-    mt_engine  *e = mt_engine_args(self, args, "O&:slot_name", mt_as_unit, &unit);
     mt_mem_name name;
     void       *mem;
 
-    if (e == NULL || streams(e) < 0)
-        return NULL;
+    STREAMING(e, "O&:slot_name", mt_as_unit, &unit);
     mem = mt_resident_mem(e->cx.residents, unit);
     named = mem != NULL && e->cx.dev->ops->mem_name(e->cx.dev, mem, &name) == MT_OK;
     return PyBytes_FromStringAndSize((const char *)&name, named ? (Py_ssize_t)sizeof name : 0);
@@ -187,11 +187,9 @@ PyObject *mt_engine_reach(PyObject *self, PyObject *args)
     const char  *given;
     Py_ssize_t   n;
     int          unit, all;
-    mt_engine   *e = mt_engine_args(self, args, "O&y#:reach", mt_as_unit, &unit, &given, &n);
     mt_status    st;
 
-    if (e == NULL || streams(e) < 0)
-        return NULL;
+    STREAMING(e, "O&y#:reach", mt_as_unit, &unit, &given, &n);
     if ((all = n == (Py_ssize_t)sizeof *names * e->ranks)) {
         if ((names = malloc((size_t)n)) == NULL)
             return PyErr_NoMemory();
@@ -207,11 +205,9 @@ PyObject *mt_engine_reach(PyObject *self, PyObject *args)
 PyObject *mt_engine_unsettle(PyObject *self, PyObject *args)
 {
     int        unit, grads;
-    mt_engine *e = mt_engine_args(self, args, "O&p:unsettle", mt_as_unit, &unit, &grads);
     mt_status  st;
 
-    if (e == NULL)
-        return NULL;
+    MT_ENGINE(e, "O&p:unsettle", mt_as_unit, &unit, &grads);
     if (e->stream != NULL)
         return PyErr_Format(e->error,
                             "close_slots() comes before unsettle(): the unit's slot is in use");
@@ -222,10 +218,9 @@ PyObject *mt_engine_unsettle(PyObject *self, PyObject *args)
 PyObject *mt_engine_settled(PyObject *self, PyObject *args)
 {
     int        unit;
-    mt_engine *e = mt_engine_args(self, args, "O&:settled", mt_as_unit, &unit);
 
-    return e == NULL ? NULL
-                     : PyBool_FromLong(mt_store_home(e->cx.store, unit, NULL)->device != 0);
+    MT_ENGINE(e, "O&:settled", mt_as_unit, &unit);
+    return PyBool_FromLong(mt_store_home(e->cx.store, unit, NULL)->device != 0);
 }
 
 static void add_stats(mt_stream_stats *to, mt_stream_stats more)
@@ -246,16 +241,13 @@ static mt_status end_stream(mt_stream *s, mt_stream_stats *last)
     return MT_OK;
 }
 
-PyObject *mt_engine_close_slots(PyObject *self, PyObject *unused)
+PyObject *mt_engine_close_slots(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    mt_engine      *e = mt_engine_usable(self);
     mt_stream_stats last;
     mt_stream      *s;
     mt_status       st;
 
-    (void)unused;
-    if (e == NULL)
-        return NULL;
+    MT_USABLE(e);
     if (e->stream == NULL)               /* opening them failed */
         Py_RETURN_NONE;
     if (e->busy > 0) {
@@ -276,10 +268,8 @@ PyObject *mt_engine_close_slots(PyObject *self, PyObject *unused)
 PyObject *mt_engine_begin(PyObject *self, PyObject *args)
 {
     int        portions = 0;
-    mt_engine *e = mt_engine_args(self, args, "|p:begin", &portions);
 
-    if (e == NULL || streams(e) < 0)
-        return NULL;
+    STREAMING(e, "|p:begin", &portions);
     mt_stream_portions(e->stream, portions);
     return mt_engine_done(e, mt_stream_begin(e->stream));
 }
@@ -346,11 +336,9 @@ PyObject *mt_engine_ready(PyObject *self, PyObject *args)
 {
     int        slot;
     mt_queue  *queue;
-    mt_engine *e = mt_engine_args(self, args, "iO&:ready", &slot, mt_as_queue, &queue);
     mt_status  st;
 
-    if (e == NULL || streams(e) < 0)
-        return NULL;
+    STREAMING(e, "iO&:ready", &slot, mt_as_queue, &queue);
     MT_WAITING(e, st, mt_stream_await(e->stream, slot, queue));
     return mt_engine_done(e, st);
 }
@@ -359,12 +347,9 @@ PyObject *mt_engine_gathered(PyObject *self, PyObject *args)
 {
     int        number, slot;
     mt_queue  *beside, *run;
-    mt_engine *e = mt_engine_args(self, args, "iiO&O&:gathered", &number, &slot, mt_as_queue,
-                                  &beside, mt_as_queue, &run);
     mt_status  st;
 
-    if (e == NULL || streams(e) < 0)
-        return NULL;
+    STREAMING(e, "iiO&O&:gathered", &number, &slot, mt_as_queue, &beside, mt_as_queue, &run);
     if ((st = mt_stream_gathered(e->stream, slot, beside)) == MT_OK)
         st = await(e, slot, mt_stream_owner(e->stream, number), run);
     return mt_engine_done(e, st);
@@ -372,27 +357,16 @@ PyObject *mt_engine_gathered(PyObject *self, PyObject *args)
 
 PyObject *mt_engine_bounds(PyObject *self, PyObject *args)
 {
-    int        number, mates;
-    mt_engine *e = mt_engine_args(self, args, "i:bounds", &number);
+    int        number;
     size_t     bounds[MT_RANKS_MOST + 1];
-    PyObject  *out;
     mt_status  st;
 
-    if (e == NULL || streams(e) < 0)
-        return NULL;
+    STREAMING(e, "i:bounds", &number);
     if (e->cx.turns == NULL || number < 0 || number >= mt_stream_numbers(e->stream))
         return PyErr_Format(e->error, "number %d has no portions in this process", number);
     if ((st = mt_stream_bounds(e->stream, number, bounds)) != MT_OK)
         return mt_raise(e->error, st);
-    mates = mt_turns_mates(e->cx.turns);
-    out = PyTuple_New(mates + 1);
-    for (int k = 0; out != NULL && k <= mates; k++) {
-        PyObject *at = PyLong_FromSize_t(bounds[k]);
-
-        if (at == NULL || PyTuple_SetItem(out, k, at) < 0)
-            Py_CLEAR(out);
-    }
-    return out;
+    return mt_tuple_of(bounds, mt_turns_mates(e->cx.turns) + 1);
 }
 
 /* NULL: it is alone; or it is closed, or about to be by another thread, and the process may still
@@ -429,23 +403,21 @@ PyObject *mt_engine_away(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyObject *mt_engine_met(PyObject *self, PyObject *unused)
+PyObject *mt_engine_met(PyObject *self, PyObject *Py_UNUSED(unused))
 {
     mt_engine *e = meeting(self);
 
-    (void)unused;
     if (e != NULL)
         mt_turns_met(e->cx.turns);
     Py_RETURN_NONE;
 }
 
 /* What a turn was about is a number that is one more, and whether there was something to gather. */
-PyObject *mt_engine_astray(PyObject *self, PyObject *unused)
+PyObject *mt_engine_astray(PyObject *self, PyObject *Py_UNUSED(unused))
 {
     mt_engine     *e = streaming(self);
     mt_turns_stats n = { .rank = -1 };
 
-    (void)unused;
     if (e == NULL)
         return NULL;
     if (e->cx.turns != NULL)
@@ -459,11 +431,9 @@ PyObject *mt_engine_astray(PyObject *self, PyObject *unused)
 PyObject *mt_engine_kick(PyObject *self, PyObject *args)
 {
     mt_queue  *run;
-    mt_engine *e = mt_engine_args(self, args, "O&:kick", mt_as_queue, &run);
     mt_status  st;
 
-    if (e == NULL || streams(e) < 0)
-        return NULL;
+    STREAMING(e, "O&:kick", mt_as_queue, &run);
     e->busy++;
     st = mt_stream_kick(e->stream, run);
     e->busy--;
@@ -506,14 +476,13 @@ static char *schedule_text(mt_engine *e, const mt_schedule *s)
     return text;
 }
 
-PyObject *mt_engine_schedule(PyObject *self, PyObject *unused)
+PyObject *mt_engine_schedule(PyObject *self, PyObject *Py_UNUSED(unused))
 {
     mt_engine         *e = streaming(self);
     const mt_schedule *s;
     PyObject          *out;
     char              *text;
 
-    (void)unused;
     if (e == NULL)
         return NULL;
     if ((s = mt_stream_schedule(e->stream)) == NULL)
@@ -553,15 +522,12 @@ static mt_status look(mt_engine *e, engine_stats *out)
     return MT_OK;
 }
 
-PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
+PyObject *mt_engine_stats(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    mt_engine   *e = mt_engine_usable(self);
     engine_stats n = { 0 };
     mt_status    st;
 
-    (void)unused;
-    if (e == NULL)
-        return NULL;
+    MT_USABLE(e);
     if (e->stream != NULL)
         n.s = mt_stream_stats_get(e->stream);       /* what it decides, it decides under the GIL */
     add_stats(&n.s, e->before);
@@ -623,17 +589,12 @@ static int item_from(void *arg, PyObject *tuple, void *out)
     return 0;
 }
 
-
 /* Without the GIL two autograd threads could meet here; the door lets one in at a time. */
 static mt_status put_alone(mt_engine *e, int unit, const mt_grad_item *items, int n, mt_queue *run,
                            uint64_t *ticket)
 {
-    mt_status st;
-
-    mt_lock(&e->door);
-    st = mt_offload_put(e->offload, unit, items, n, run, ticket);
-    mt_unlock(&e->door);
-    return st;
+    MT_HOLD(&e->door);
+    return mt_offload_put(e->offload, unit, items, n, run, ticket);
 }
 
 static PyObject *put_items(mt_engine *e, int unit, PyObject *tuple, uintptr_t handle)
@@ -647,9 +608,6 @@ static PyObject *put_items(mt_engine *e, int unit, PyObject *tuple, uintptr_t ha
 
     if (items == NULL)
         return NULL;
-    /* The trace is kept in the order of the GIL, so it is marked before the lock is let go. */
-    if (e->stream != NULL)
-        mt_stream_mark_offload(e->stream, unit);
     MT_WAITING(e, st, put_alone(e, unit, items, n, run, &ticket));
     free(items);
     return st == MT_OK ? PyLong_FromUnsignedLongLong(ticket) : mt_raise(e->error, st);
@@ -657,13 +615,11 @@ static PyObject *put_items(mt_engine *e, int unit, PyObject *tuple, uintptr_t ha
 
 PyObject *mt_engine_put(PyObject *self, PyObject *const *args, Py_ssize_t n)
 {
-    mt_engine *e = mt_engine_usable(self);
     uintptr_t  handle;
     int        unit;
     PyObject  *tuple, *out;
 
-    if (e == NULL)
-        return NULL;
+    MT_USABLE(e);
     if (n != 3) {
         PyErr_Format(PyExc_TypeError, "offload(unit, items, stream) takes 3 arguments, %zd given",
                      n);
@@ -680,12 +636,8 @@ PyObject *mt_engine_put(PyObject *self, PyObject *const *args, Py_ssize_t n)
 
 static mt_status land_alone(mt_engine *e, mt_queue *run)
 {
-    mt_status st;
-
-    mt_lock(&e->door);
-    st = mt_offload_land(e->offload, run);
-    mt_unlock(&e->door);
-    return st;
+    MT_HOLD(&e->door);
+    return mt_offload_land(e->offload, run);
 }
 
 PyObject *mt_engine_land(PyObject *self, PyObject *stream)
@@ -701,12 +653,10 @@ PyObject *mt_engine_land(PyObject *self, PyObject *stream)
     return mt_engine_done(e, st);
 }
 
-PyObject *mt_engine_passed(PyObject *self, PyObject *unused)
+PyObject *mt_engine_passed(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    mt_engine *e = mt_engine_usable(self);
-
-    (void)unused;
-    return e == NULL ? NULL : PyLong_FromUnsignedLongLong(mt_offload_passed(e->offload));
+    MT_USABLE(e);
+    return PyLong_FromUnsignedLongLong(mt_offload_passed(e->offload));
 }
 
 static mt_status drain_all(mt_engine *e)
@@ -716,14 +666,11 @@ static mt_status drain_all(mt_engine *e)
     return mt_resident_raised(e->cx.residents);
 }
 
-PyObject *mt_engine_drain(PyObject *self, PyObject *unused)
+PyObject *mt_engine_drain(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    mt_engine *e = mt_engine_usable(self);
     mt_status  st;
 
-    (void)unused;
-    if (e == NULL)
-        return NULL;
+    MT_USABLE(e);
     MT_WAITING(e, st, drain_all(e));
     return mt_engine_done(e, st);
 }
@@ -731,10 +678,8 @@ PyObject *mt_engine_drain(PyObject *self, PyObject *unused)
 PyObject *mt_engine_forget(PyObject *self, PyObject *args)
 {
     int        unit;
-    mt_engine *e = mt_engine_args(self, args, "O&:forget", mt_as_unit, &unit);
 
-    if (e == NULL)
-        return NULL;
+    MT_ENGINE(e, "O&:forget", mt_as_unit, &unit);
     mt_offload_forget(e->offload, unit);
     Py_RETURN_NONE;
 }
@@ -744,12 +689,9 @@ PyObject *mt_engine_forget(PyObject *self, PyObject *args)
 PyObject *mt_engine_debug(PyObject *self, PyObject *args, PyObject *kw)
 {
     static char *names[] = { "skip", "poison", "sync", NULL };
-    mt_engine   *e = mt_engine_usable(self);
     mt_debug     d = { 0 };
 
-    if (e == NULL || !PyArg_ParseTupleAndKeywords(args, kw, "|Ipp:debug", names, &d.skip, &d.poison,
-                                                  &d.sync))
-        return NULL;
+    MT_KEYWORDS(e, names, "|Ipp:debug", &d.skip, &d.poison, &d.sync);
     mt_debug_set(&e->cx, d);
     Py_RETURN_NONE;
 }

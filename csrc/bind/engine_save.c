@@ -229,6 +229,8 @@ static void saving_free(mt_saving *g)
     free(g);
 }
 
+MT_CLOSER(saving_free, mt_saving)
+
 void mt_saving_close(mt_engine *e)
 {
     saving_free(e->saving);
@@ -320,7 +322,7 @@ PyObject *mt_engine_save_begin(PyObject *self, PyObject *args, PyObject *kw)
     Py_ssize_t    spare;
     mt_shards_how how = { .begin = begin_unit, .end = end_unit, .wanted = wanted_unit,
                           .parts = 1 };
-    mt_saving    *g;
+    mt_saving    *g MT_CLOSED(saving_free) = NULL;
     mt_status     st;
 
     if (e == NULL || !PyArg_ParseTupleAndKeywords(args, kw, "O!O!nii|ii:save_begin", names,
@@ -342,22 +344,16 @@ PyObject *mt_engine_save_begin(PyObject *self, PyObject *args, PyObject *kw)
     how.spare_bytes = (size_t)spare;
     how.n_units = g->n_units = mt_store_units(e->cx.store);
     how.watch = mt_store_watch(e->cx.store);
-    if ((g->copied = calloc((size_t)g->n_units + 1, sizeof *g->copied)) == NULL) {
-        saving_free(g);
+    if ((g->copied = calloc((size_t)g->n_units + 1, sizeof *g->copied)) == NULL)
         return PyErr_NoMemory();
-    }
     if (files_from(e->error, files, &g->files) < 0 ||
         (g->planes = planes_from(e, units, how.n_units)) == NULL ||
-        units_ok(e, g, how.n_units) < 0) {
-        saving_free(g);
+        units_ok(e, g, how.n_units) < 0)
         return NULL;
-    }
     MT_WAITING(e, st, saving_begin(e, g, how));
-    if (st != MT_OK) {
-        saving_free(g);
+    if (st != MT_OK)
         return mt_raise(e->error, st);
-    }
-    e->saving = g;
+    e->saving = MT_KEEP(g);
     Py_RETURN_NONE;
 }
 
@@ -411,23 +407,18 @@ static mt_status shards_stop(mt_saving *g)
     return MT_OK;
 }
 
-PyObject *mt_engine_save_end(PyObject *self, PyObject *unused)
+PyObject *mt_engine_save_end(PyObject *self, PyObject *Py_UNUSED(unused))
 {
     mt_engine *e = saving_of(self);
-    mt_saving *g;
-    PyObject  *sums;
+    mt_saving *g MT_CLOSED(saving_free) = NULL;
     mt_status  st;
 
-    (void)unused;
     if (e == NULL)
         return NULL;
-    g = e->saving;
-    e->saving = NULL;
+    g = MT_KEEP(e->saving);
     MT_UNLOCKED(e, st, shards_stop(g));
     (void)st;
-    sums = sums_of(g);
-    saving_free(g);
-    return sums;
+    return sums_of(g);
 }
 
 static mt_status take(mt_engine *e, int unit, mt_queue *run)
@@ -442,11 +433,9 @@ PyObject *mt_engine_take(PyObject *self, PyObject *args)
 {
     mt_queue  *run;
     int        unit;
-    mt_engine *e = mt_engine_args(self, args, "O&O&:take", mt_as_unit, &unit, mt_as_queue, &run);
     mt_status  st;
 
-    if (e == NULL)
-        return NULL;
+    MT_ENGINE(e, "O&O&:take", mt_as_unit, &unit, mt_as_queue, &run);
     MT_UNLOCKED(e, st, take(e, unit, run));
     return mt_engine_done(e, st);
 }
@@ -454,11 +443,9 @@ PyObject *mt_engine_take(PyObject *self, PyObject *args)
 PyObject *mt_engine_wait_saved(PyObject *self, PyObject *args)
 {
     int        unit;
-    mt_engine *e = mt_engine_args(self, args, "O&:wait_saved", mt_as_unit, &unit);
     mt_status  st;
 
-    if (e == NULL)
-        return NULL;
+    MT_ENGINE(e, "O&:wait_saved", mt_as_unit, &unit);
     MT_WAITING(e, st, mt_ledger_wait_saved(e->cx.store, unit));
     return mt_engine_done(e, st);
 }

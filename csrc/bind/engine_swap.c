@@ -5,12 +5,11 @@
 
 #define NO_WEIGHTS (-2)      /* what run waits for is no unit's weights */
 
-static int part_from(void *unused, PyObject *pair, void *out)
+static int part_from(void *Py_UNUSED(unused), PyObject *pair, void *out)
 {
     unsigned long long address;
     Py_ssize_t         bytes;
 
-    (void)unused;
     if (mt_arg_tuple(pair) < 0 ||
         !PyArg_ParseTuple(pair, "Kn;a part is (address, bytes)", &address, &bytes))
         return -1;
@@ -60,12 +59,10 @@ static PyObject *waited(PyObject *self, PyObject *args,
 {
     unsigned long long bundle;
     mt_queue          *run;
-    mt_engine         *e = mt_engine_args(self, args, "KO&", &bundle, mt_as_queue, &run);
     mt_status          st;
     int                waits;
 
-    if (e == NULL)
-        return NULL;
+    MT_ENGINE(e, "KO&", &bundle, mt_as_queue, &run);
     waits = mt_timeline_wait(e->cx.timeline, NO_WEIGHTS, run);
     MT_UNLOCKED(e, st, wait(e->swap, bundle, run));
     if (waits)
@@ -98,14 +95,11 @@ PyObject *mt_engine_swap_drop(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyObject *mt_engine_swap_bytes(PyObject *self, PyObject *unused)
+PyObject *mt_engine_swap_bytes(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    mt_engine    *e = mt_engine_usable(self);
     mt_swap_stats stats;
 
-    (void)unused;
-    if (e == NULL)
-        return NULL;
+    MT_USABLE(e);
     /* its lock is held while a drive is waited for */
     MT_UNLOCKED(e, stats, mt_swap_stats_get(e->swap));
     return Py_BuildValue("(nn)", (Py_ssize_t)stats.host_bytes, (Py_ssize_t)stats.used_bytes);
@@ -117,47 +111,36 @@ PyObject *mt_engine_swap_bytes(PyObject *self, PyObject *unused)
 static mt_status swap_disk(mt_engine *e, const char *path, uint64_t limit, uint64_t bytes,
                            int bays, int threads)
 {
-    mt_file  *file = NULL;
-    mt_status st;
+    mt_file  *file MT_CLOSED(mt_file_close) = NULL;
 
-    MT_TRY(mt_file_open(path, limit, threads, NULL, &file));
+    MT_DO(mt_file_open(path, limit, threads, NULL, &file));
     if (e->cx.share != NULL)             /* as disk_open's */
         mt_file_unname(file);
-    MT_TRY(mt_file_reserve(file, bytes));
-    MT_TRY(mt_swap_disk(e->swap, mt_file_blocks(file), bays));
-    e->swap_file = file;
+    MT_DO(mt_file_reserve(file, bytes));
+    MT_DO(mt_swap_disk(e->swap, mt_file_blocks(file), bays));
+    e->swap_file = MT_KEEP(file);
     return MT_OK;
-
-fail:
-    mt_file_close(file);
-    return st;
 }
 
 PyObject *mt_engine_swap_disk(PyObject *self, PyObject *args, PyObject *kw)
 {
     static char       *names[] = { "path", "bytes", "limit", "bays", "threads", NULL };
-    mt_engine         *e = mt_engine_usable(self);
     const char        *path;
     unsigned long long bytes = 0, limit = 0;
     int                bays = 4, threads = 16;
     mt_status          st;
 
-    if (e == NULL || !PyArg_ParseTupleAndKeywords(args, kw, "s|KKii:swap_disk", names, &path,
-                                                  &bytes, &limit, &bays, &threads))
-        return NULL;
+    MT_KEYWORDS(e, names, "s|KKii:swap_disk", &path, &bytes, &limit, &bays, &threads);
     MT_UNLOCKED(e, st, swap_disk(e, path, limit, bytes, bays, threads));
     return mt_engine_done(e, st);
 }
 
-PyObject *mt_engine_swap_file(PyObject *self, PyObject *unused)
+PyObject *mt_engine_swap_file(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    mt_engine    *e = mt_engine_usable(self);
     mt_swap_stats s;
     mt_blocks    *b;
 
-    (void)unused;
-    if (e == NULL)
-        return NULL;
+    MT_USABLE(e);
     if (e->swap_file == NULL)
         Py_RETURN_NONE;
     b = mt_file_blocks(e->swap_file);

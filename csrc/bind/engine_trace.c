@@ -5,21 +5,18 @@
 PyObject *mt_engine_trace(PyObject *self, PyObject *args)
 {
     int        on;
-    mt_engine *e = mt_engine_args(self, args, "p:trace", &on);
 
-    return e == NULL ? NULL : mt_engine_done(e, mt_timeline_on(e->cx.timeline, on));
+    MT_ENGINE(e, "p:trace", &on);
+    return mt_engine_done(e, mt_timeline_on(e->cx.timeline, on));
 }
 
-PyObject *mt_engine_timeline(PyObject *self, PyObject *unused)
+PyObject *mt_engine_timeline(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    mt_engine *e = mt_engine_usable(self);
     mt_record *records;
     PyObject  *list;
     int64_t    n;
 
-    (void)unused;
-    if (e == NULL)
-        return NULL;
+    MT_USABLE(e);
     if ((records = calloc(MT_TIMELINE_KEPT, sizeof *records)) == NULL)
         return PyErr_NoMemory();
     MT_UNLOCKED(e, n, mt_timeline_read(e->cx.timeline, records, MT_TIMELINE_KEPT));
@@ -42,23 +39,19 @@ PyObject *mt_engine_step_mark(PyObject *self, PyObject *args)
 {
     int        number;
     mt_queue  *run;
-    mt_engine *e = mt_engine_args(self, args, "iO&:step_mark", &number, mt_as_queue, &run);
 
-    if (e == NULL)
-        return NULL;
+    MT_ENGINE(e, "iO&:step_mark", &number, mt_as_queue, &run);
     mt_timeline_step(e->cx.timeline, number, run);
     Py_RETURN_NONE;
 }
 
 PyObject *mt_engine_compute_begin(PyObject *self, PyObject *const *args, Py_ssize_t n)
 {
-    mt_engine *e = mt_engine_usable(self);
     mt_queue  *run;
     uintptr_t  handle;
     int        unit, work;
 
-    if (e == NULL)
-        return NULL;
+    MT_USABLE(e);
     if (n != 3)
         return PyErr_Format(PyExc_TypeError, "compute_begin(unit, work, stream) takes 3 arguments, "
                             "%zd given", n);
@@ -83,11 +76,8 @@ PyObject *mt_engine_span(PyObject *self, PyObject *args)
     mt_queue  *q;
     mt_span    span, *kept;
     int        lane, work, unit;
-    mt_engine *e = mt_engine_args(self, args, "iiO&O&:span", &lane, &work, mt_as_unit, &unit,
-                                  mt_as_queue, &q);
 
-    if (e == NULL)
-        return NULL;
+    MT_ENGINE(e, "iiO&O&:span", &lane, &work, mt_as_unit, &unit, mt_as_queue, &q);
     if ((lane != MT_LANE_EXCHANGE && lane != MT_LANE_GATHER) ||
         (work != MT_WORK_OFFLOAD && work != MT_WORK_FETCH)) {
         PyErr_Format(e->error, "span: work %d on lane %d; it is %d (offload) or %d (fetch) on %d "
@@ -110,11 +100,8 @@ PyObject *mt_engine_span_end(PyObject *self, PyObject *args)
     PyObject          *given;
     mt_queue          *q;
     mt_span           *span;
-    mt_engine         *e = mt_engine_args(self, args, "OKO&:span_end", &given, &bytes, mt_as_queue,
-                                          &q);
 
-    if (e == NULL)
-        return NULL;
+    MT_ENGINE(e, "OKO&:span_end", &given, &bytes, mt_as_queue, &q);
     if (given == Py_None)
         Py_RETURN_NONE;
     if ((span = PyLong_AsVoidPtr(given)) == NULL)
@@ -126,12 +113,10 @@ PyObject *mt_engine_span_end(PyObject *self, PyObject *args)
 
 PyObject *mt_engine_compute_end(PyObject *self, PyObject *const *args, Py_ssize_t n)
 {
-    mt_engine *e = mt_engine_usable(self);
     uintptr_t  handle;
     mt_queue  *run;
 
-    if (e == NULL)
-        return NULL;
+    MT_USABLE(e);
     if (n != 1)
         return PyErr_Format(PyExc_TypeError, "compute_end(stream) takes 1 argument, %zd given", n);
     if (mt_arg_addr(args[0], &handle) < 0 || (run = mt_engine_queue(e, handle)) == NULL)

@@ -83,19 +83,13 @@ static mt_adam_tensor *tensors_of(PyObject *sequence, int *n)
 static mt_status adam_run(const mt_adam_tensor *t, int n, float clip, int threads, int isa,
                           int traffic)
 {
-    mt_pool  *pool = NULL;
-    mt_status st;
+    mt_pool  *pool MT_CLOSED(mt_pool_close) = NULL;
 
     if (isa < 0 || isa >= MT_ISA_COUNT)
         return MT_FAIL(MT_EINVAL, "isa %d: there are 0 to %d", isa, MT_ISA_COUNT - 1);
-    MT_TRY(pool_for(threads, &pool));
-    if (traffic)
-        MT_TRY(mt_adam_traffic(pool, t, n, (mt_isa)isa));
-    else
-        MT_TRY(mt_adam_step(pool, t, n, clip, (mt_isa)isa));
-fail:
-    mt_pool_close(pool);
-    return st;
+    MT_DO(pool_for(threads, &pool));
+    return traffic ? mt_adam_traffic(pool, t, n, (mt_isa)isa)
+                   : mt_adam_step(pool, t, n, clip, (mt_isa)isa);
 }
 
 static PyObject *adam_call(PyObject *module, PyObject *sequence, float clip, int threads, int isa,
@@ -145,7 +139,7 @@ static PyObject *py_adam_traffic(PyObject *module, PyObject *args, PyObject *kw)
 
 static mt_status sumsq_run(int dtype, const void *x, long long n, int threads, double *out)
 {
-    mt_pool *pool;
+    mt_pool *pool MT_CLOSED(mt_pool_close) = NULL;
 
     if (dtype < MT_F32 || dtype > MT_F64)
         return MT_FAIL(MT_EINVAL, "sumsq: dtype %s; F32, BF16, F16 and F64 can be summed",
@@ -154,7 +148,6 @@ static mt_status sumsq_run(int dtype, const void *x, long long n, int threads, d
         return MT_FAIL(MT_EINVAL, "sumsq: %lld elements at %p", n, x);
     MT_DO(pool_for(threads, &pool));
     *out = mt_sumsq_host(pool, (mt_dtype)dtype, x, n);
-    mt_pool_close(pool);
     return MT_OK;
 }
 

@@ -72,6 +72,7 @@ mt_status mt_op_pool(int64_t n, mt_pool **out);
 mt_status mt_op_new (const mt_op_tensor *x, mt_dtype dt, int64_t n, AtenTensorHandle *out,
                      void **data);
 void      mt_op_free(AtenTensorHandle t);        /* NULL is fine */
+static inline void mt_op_free_at(AtenTensorHandle *t) { mt_op_free(*t); }
 
 /* Unpacks, runs the kernel, raises. */
 void mt_op_box(const mt_op *o, mt_op_kernel kernel, StableIValue *stack, uint64_t n_args,

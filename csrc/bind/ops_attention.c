@@ -84,24 +84,20 @@ static mt_status cuda_attention_backward(const mt_op_call *c, const mt_op_arg *a
                                          StableIValue *result)
 {
     const mt_attention_choice *how;
-    AtenTensorHandle workspace = NULL;
+    AtenTensorHandle workspace MT_CLOSED(mt_op_free) = NULL;
     mt_attention_key key;
     void            *bytes, *data[MT_ATT_TENSORS] = { NULL };
     int64_t          n;
-    mt_status        st;
 
     (void)result;
-    MT_TRY(key_of(c, a, &key));
-    MT_TRY(mt__attention_cudnn_choose(&key, &how));
+    MT_DO(key_of(c, a, &key));
+    MT_DO(mt__attention_cudnn_choose(&key, &how));
     for (int i = Q; i <= BIAS; i++)
         data[i + 1] = a[i].t.handle != NULL ? a[i].t.data : NULL;
     /* Freed before it is used: torch gives the memory to later work of this stream only. */
     n = (int64_t)mt__attention_cudnn_workspace(how);
-    MT_TRY(mt_op_new(&a[Q].t, MT_U8, n, &workspace, &bytes));
-    st = mt__attention_cudnn_run(how, data, (float)a[SCALE].f, bytes, c->stream);
-fail:
-    mt_op_free(workspace);
-    return st;
+    MT_DO(mt_op_new(&a[Q].t, MT_U8, n, &workspace, &bytes));
+    return mt__attention_cudnn_run(how, data, (float)a[SCALE].f, bytes, c->stream);
 }
 #endif
 

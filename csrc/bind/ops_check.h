@@ -30,6 +30,31 @@ static inline mt_status mt_op_launched(const mt_op_call *c, const char *error)
     return MT_FAIL(MT_EDEVICE, "%s on cuda:%d: %s", c->name, c->device_index, error);
 }
 
+/* The CPU's kernel of an op: read(c, a, &g) makes g, a `type` of zeros, of its arguments, and
+ * run(pool, &g) does its work, which is n elements'. */
+#define MT_OP_CPU(op, type, g, read, n, run)                                                       \
+    static mt_status cpu_##op(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)       \
+    {                                                                                              \
+        type     g = { 0 };                                                                        \
+        mt_pool *pool MT_CLOSED(mt_pool_close) = NULL;                                             \
+                                                                                                   \
+        (void)result;                                                                              \
+        MT_DO(read(c, a, &g));                                                                     \
+        MT_DO(mt_op_pool(n, &pool));                                                               \
+        run(pool, &g);                                                                             \
+        return MT_OK;                                                                              \
+    }
+/* And CUDA's, whose run(stream, &g) launches it. */
+#define MT_OP_CUDA(op, type, read, run)                                                            \
+    static mt_status cuda_##op(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)      \
+    {                                                                                              \
+        type g = { 0 };                                                                            \
+                                                                                                   \
+        (void)result;                                                                              \
+        MT_DO(read(c, a, &g));                                                                     \
+        return mt_op_launched(c, run(c->stream, &g));                                              \
+    }
+
 /* [n]. */
 static inline mt_status mt_op_vector(const mt_op_call *c, const char *name, const mt_op_tensor *t,
                                      int64_t n)

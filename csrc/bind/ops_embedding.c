@@ -42,38 +42,30 @@ static mt_status ids_in_table(const mt_op_call *c, const mt_embedding *e)
 static mt_status cpu_embedding_backward(const mt_op_call *c, const mt_op_arg *a,
                                         StableIValue *result)
 {
-    mt_pool     *pool = NULL;
+    mt_pool     *pool MT_CLOSED(mt_pool_close) = NULL;
     mt_embedding e;
-    mt_status    st;
 
     (void)result;
-    MT_TRY(args_of(c, a, &e));
-    MT_TRY(ids_in_table(c, &e));
-    MT_TRY(mt_op_pool((e.tokens + e.rows) * e.n, &pool));
+    MT_DO(args_of(c, a, &e));
+    MT_DO(ids_in_table(c, &e));
+    MT_DO(mt_op_pool((e.tokens + e.rows) * e.n, &pool));
     mt_embedding_backward(pool, &e);
-fail:
-    mt_pool_close(pool);
-    return st;
+    return MT_OK;
 }
 
 #ifdef MT_WITH_CUDA
 static mt_status cuda_embedding_backward(const mt_op_call *c, const mt_op_arg *a,
                                          StableIValue *result)
 {
-    AtenTensorHandle rows = NULL, sums = NULL;
+    AtenTensorHandle rows MT_CLOSED(mt_op_free) = NULL, sums MT_CLOSED(mt_op_free) = NULL;
     void            *begins, *chunks;
     mt_embedding     e;
-    mt_status        st;
 
     (void)result;
-    MT_TRY(args_of(c, a, &e));
-    MT_TRY(mt_op_new(&a[0].t, MT_I32, e.rows + 1, &rows, &begins));
-    MT_TRY(mt_op_new(&a[0].t, MT_F32, mt__embedding_chunks(&e), &sums, &chunks));
-    st = mt_op_launched(c, mt__embedding_backward_cuda(c->stream, &e, begins, chunks));
-fail:
-    mt_op_free(rows);
-    mt_op_free(sums);
-    return st;
+    MT_DO(args_of(c, a, &e));
+    MT_DO(mt_op_new(&a[0].t, MT_I32, e.rows + 1, &rows, &begins));
+    MT_DO(mt_op_new(&a[0].t, MT_F32, mt__embedding_chunks(&e), &sums, &chunks));
+    return mt_op_launched(c, mt__embedding_backward_cuda(c->stream, &e, begins, chunks));
 }
 #endif
 

@@ -137,30 +137,10 @@ static mt_status expand_args(const mt_op_call *c, const mt_op_arg *a, mt_expand 
     return has(c, "out", &a[OUT].t, x->experts * x->rows * x->cols);
 }
 
-static mt_status cpu_expand_codes(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
-{
-    mt_pool  *pool = NULL;
-    mt_expand x;
-    mt_status st;
-
-    (void)result;
-    MT_TRY(expand_args(c, a, &x));
-    MT_TRY(mt_op_pool(a[OUT].t.n, &pool));
-    mt_expand_codes(pool, &x);
-fail:
-    mt_pool_close(pool);
-    return st;
-}
+MT_OP_CPU(expand_codes, mt_expand, x, expand_args, a[OUT].t.n, mt_expand_codes)
 
 #ifdef MT_WITH_CUDA
-static mt_status cuda_expand_codes(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
-{
-    mt_expand x;
-
-    (void)result;
-    MT_DO(expand_args(c, a, &x));
-    return mt_op_launched(c, mt__expand_cuda(c->stream, &x));
-}
+MT_OP_CUDA(expand_codes, mt_expand, expand_args, mt__expand_cuda)
 #endif
 
 /* ---- codes of weights ---- */
@@ -171,24 +151,21 @@ static mt_status cpu_nf4_codes(const mt_op_call *c, const mt_op_arg *a, StableIV
 {
     const mt_op_tensor *w = &a[NF4_W].t;
     int64_t             group = a[NF4_GROUP].i;
-    mt_pool            *pool = NULL;
-    mt_status           st;
+    mt_pool            *pool MT_CLOSED(mt_pool_close) = NULL;
 
     (void)result;
     if (group < 2 || group % 2 != 0 || group > MT_NF4_GROUP_MOST)
         return MT_FAIL(MT_EINVAL, "%s: blocks of %lld elements: an even number of them, up to %d",
                        c->name, (long long)group, MT_NF4_GROUP_MOST);
-    MT_TRY(mt_op_float(c, "w", w));
-    MT_TRY(mt_op_type(c, "codes", &a[NF4_CODES].t, MT_U8));
-    MT_TRY(mt_op_type(c, "scales", &a[NF4_SCALES].t, MT_F32));
-    MT_TRY(has(c, "codes", &a[NF4_CODES].t, (w->n + 1) / 2));
-    MT_TRY(has(c, "scales", &a[NF4_SCALES].t, (w->n + group - 1) / group));
-    MT_TRY(mt_op_pool(w->n, &pool));
+    MT_DO(mt_op_float(c, "w", w));
+    MT_DO(mt_op_type(c, "codes", &a[NF4_CODES].t, MT_U8));
+    MT_DO(mt_op_type(c, "scales", &a[NF4_SCALES].t, MT_F32));
+    MT_DO(has(c, "codes", &a[NF4_CODES].t, (w->n + 1) / 2));
+    MT_DO(has(c, "scales", &a[NF4_SCALES].t, (w->n + group - 1) / group));
+    MT_DO(mt_op_pool(w->n, &pool));
     mt_nf4_codes(pool, (mt_dtype)w->dtype, w->data, w->n, (int)group, a[NF4_CODES].t.data,
                  a[NF4_SCALES].t.data);
-fail:
-    mt_pool_close(pool);
-    return st;
+    return MT_OK;
 }
 
 #ifdef MT_WITH_CUDA

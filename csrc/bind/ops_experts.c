@@ -54,20 +54,7 @@ static mt_status sum_args(const mt_op_call *c, const mt_op_arg *a, mt_row_sums *
     return MT_OK;
 }
 
-static mt_status cpu_sum_rows(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
-{
-    mt_pool    *pool = NULL;
-    mt_row_sums s;
-    mt_status   st;
-
-    (void)result;
-    MT_TRY(sum_args(c, a, &s));
-    MT_TRY(mt_op_pool(s.tokens * s.k * s.n, &pool));
-    mt_sum_rows(pool, &s);
-fail:
-    mt_pool_close(pool);
-    return st;
-}
+MT_OP_CPU(sum_rows, mt_row_sums, s, sum_args, s.tokens * s.k * s.n, mt_sum_rows)
 
 /* ---- gates ---- */
 
@@ -165,64 +152,13 @@ static mt_status backward_args(const mt_op_call *c, const mt_op_arg *a, mt_gates
     return MT_OK;
 }
 
-typedef mt_status (*read_args)(const mt_op_call *c, const mt_op_arg *a, mt_gates *g);
-
-static mt_status on_cpu(const mt_op_call *c, const mt_op_arg *a, read_args read,
-                        void (*run)(mt_pool *, const mt_gates *))
-{
-    mt_pool  *pool = NULL;
-    mt_gates  g;
-    mt_status st;
-
-    MT_TRY(read(c, a, &g));
-    MT_TRY(mt_op_pool(g.rows * g.n, &pool));
-    run(pool, &g);
-fail:
-    mt_pool_close(pool);
-    return st;
-}
-
-static mt_status cpu_expert_glu(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
-{
-    (void)result;
-    return on_cpu(c, a, forward_args, mt_gates_forward);
-}
-
-static mt_status cpu_expert_glu_backward(const mt_op_call *c, const mt_op_arg *a,
-                                         StableIValue *result)
-{
-    (void)result;
-    return on_cpu(c, a, backward_args, mt_gates_backward);
-}
+MT_OP_CPU(expert_glu, mt_gates, g, forward_args, g.rows * g.n, mt_gates_forward)
+MT_OP_CPU(expert_glu_backward, mt_gates, g, backward_args, g.rows * g.n, mt_gates_backward)
 
 #ifdef MT_WITH_CUDA
-static mt_status cuda_sum_rows(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
-{
-    mt_row_sums s;
-
-    (void)result;
-    MT_DO(sum_args(c, a, &s));
-    return mt_op_launched(c, mt__sum_rows_cuda(c->stream, &s));
-}
-
-static mt_status cuda_expert_glu(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
-{
-    mt_gates g;
-
-    (void)result;
-    MT_DO(forward_args(c, a, &g));
-    return mt_op_launched(c, mt__gates_forward_cuda(c->stream, &g));
-}
-
-static mt_status cuda_expert_glu_backward(const mt_op_call *c, const mt_op_arg *a,
-                                          StableIValue *result)
-{
-    mt_gates g;
-
-    (void)result;
-    MT_DO(backward_args(c, a, &g));
-    return mt_op_launched(c, mt__gates_backward_cuda(c->stream, &g));
-}
+MT_OP_CUDA(sum_rows, mt_row_sums, sum_args, mt__sum_rows_cuda)
+MT_OP_CUDA(expert_glu, mt_gates, forward_args, mt__gates_forward_cuda)
+MT_OP_CUDA(expert_glu_backward, mt_gates, backward_args, mt__gates_backward_cuda)
 #endif
 
 #define OPS(X)                                                                              \

@@ -54,30 +54,10 @@ static mt_status cast_args(const mt_op_call *c, const mt_op_arg *a, mt_fp8 *f)
     return MT_OK;
 }
 
-static mt_status cpu_fp8_cast(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
-{
-    mt_pool  *pool = NULL;
-    mt_fp8    f;
-    mt_status st;
-
-    (void)result;
-    MT_TRY(cast_args(c, a, &f));
-    MT_TRY(mt_op_pool(f.rows * f.cols, &pool));
-    mt_fp8_cast(pool, &f);
-fail:
-    mt_pool_close(pool);
-    return st;
-}
+MT_OP_CPU(fp8_cast, mt_fp8, f, cast_args, f.rows * f.cols, mt_fp8_cast)
 
 #ifdef MT_WITH_CUDA
-static mt_status cuda_fp8_cast(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
-{
-    mt_fp8 f;
-
-    (void)result;
-    MT_DO(cast_args(c, a, &f));
-    return mt_op_launched(c, mt__fp8_cast_cuda(c->stream, &f));
-}
+MT_OP_CUDA(fp8_cast, mt_fp8, cast_args, mt__fp8_cast_cuda)
 #endif
 
 /* ---- fp8_shift, fp8_recast_ ---- */
@@ -127,20 +107,7 @@ static mt_status recast_args(const mt_op_call *c, const mt_op_arg *a, mt_fp8 *f)
     return by_columns(c, &a[R_CODES], &a[R_SCALE], f);
 }
 
-static mt_status cpu_fp8_recast_(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
-{
-    mt_pool  *pool = NULL;
-    mt_fp8    f;
-    mt_status st;
-
-    (void)result;
-    MT_TRY(recast_args(c, a, &f));
-    MT_TRY(mt_op_pool(f.rows * f.cols, &pool));
-    mt_fp8_recast(pool, &f);
-fail:
-    mt_pool_close(pool);
-    return st;
-}
+MT_OP_CPU(fp8_recast_, mt_fp8, f, recast_args, f.rows * f.cols, mt_fp8_recast)
 
 #ifdef MT_WITH_CUDA
 static mt_status cuda_fp8_shift(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
@@ -151,14 +118,7 @@ static mt_status cuda_fp8_shift(const mt_op_call *c, const mt_op_arg *a, StableI
                                                 a[X_SCALE].t.size[0], a[SHIFT].t.data));
 }
 
-static mt_status cuda_fp8_recast_(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
-{
-    mt_fp8 f;
-
-    (void)result;
-    MT_DO(recast_args(c, a, &f));
-    return mt_op_launched(c, mt__fp8_recast_cuda(c->stream, &f));
-}
+MT_OP_CUDA(fp8_recast_, mt_fp8, recast_args, mt__fp8_recast_cuda)
 #endif
 
 /* ---- fp8_gemm_ ---- */
@@ -348,20 +308,16 @@ typedef mt_status (*read_args)(const mt_op_call *c, const mt_op_arg *a, mt_fp8_g
 static mt_status on_cpu(const mt_op_call *c, const mt_op_arg *a, read_args read, int64_t matrices,
                         void (*run)(mt_pool *, const mt_fp8_glu *, void *))
 {
-    AtenTensorHandle memory = NULL;
+    AtenTensorHandle memory MT_CLOSED(mt_op_free) = NULL;
     void            *scratch = NULL;
-    mt_pool         *pool = NULL;
+    mt_pool         *pool MT_CLOSED(mt_pool_close) = NULL;
     mt_fp8_glu       f;
-    mt_status        st;
 
-    MT_TRY(read(c, a, &f));
-    MT_TRY(mt_op_new(&a[0].t, MT_BF16, matrices * f.glu.rows * f.glu.n, &memory, &scratch));
-    MT_TRY(mt_op_pool(f.glu.rows * f.glu.n, &pool));
+    MT_DO(read(c, a, &f));
+    MT_DO(mt_op_new(&a[0].t, MT_BF16, matrices * f.glu.rows * f.glu.n, &memory, &scratch));
+    MT_DO(mt_op_pool(f.glu.rows * f.glu.n, &pool));
     run(pool, &f, scratch);
-fail:
-    mt_pool_close(pool);
-    mt_op_free(memory);
-    return st;
+    return MT_OK;
 }
 
 static mt_status cpu_fp8_glu(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
@@ -384,33 +340,9 @@ static mt_status cpu_fp8_glu_recast_(const mt_op_call *c, const mt_op_arg *a, St
 }
 
 #ifdef MT_WITH_CUDA
-static mt_status on_cuda(const mt_op_call *c, const mt_op_arg *a, read_args read,
-                         const char *(*run)(uintptr_t, const mt_fp8_glu *))
-{
-    mt_fp8_glu f;
-
-    MT_DO(read(c, a, &f));
-    return mt_op_launched(c, run(c->stream, &f));
-}
-
-static mt_status cuda_fp8_glu(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
-{
-    (void)result;
-    return on_cuda(c, a, forward_args, mt__fp8_glu_forward_cuda);
-}
-
-static mt_status cuda_fp8_glu_backward(const mt_op_call *c, const mt_op_arg *a,
-                                       StableIValue *result)
-{
-    (void)result;
-    return on_cuda(c, a, backward_args, mt__fp8_glu_backward_cuda);
-}
-
-static mt_status cuda_fp8_glu_recast_(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
-{
-    (void)result;
-    return on_cuda(c, a, glu_recast_args, mt__fp8_glu_recast_cuda);
-}
+MT_OP_CUDA(fp8_glu, mt_fp8_glu, forward_args, mt__fp8_glu_forward_cuda)
+MT_OP_CUDA(fp8_glu_backward, mt_fp8_glu, backward_args, mt__fp8_glu_backward_cuda)
+MT_OP_CUDA(fp8_glu_recast_, mt_fp8_glu, glu_recast_args, mt__fp8_glu_recast_cuda)
 #endif
 
 #define OPS(X)                                                                                  \

@@ -60,15 +60,12 @@ static mt_status gemm_of(const mt_op_arg *a, mt_gemm *g)
 
 mt_status mt_op_product_cpu(const mt_gemm *g, float alpha, float beta)
 {
-    mt_pool  *pool = NULL;
-    mt_status st;
+    mt_pool  *pool MT_CLOSED(mt_pool_close) = NULL;
 
     /* A product and sum takes an eighth of what an element of other ops does. */
-    MT_TRY(mt_op_pool(g->c.rows * g->c.cols / 8 * g->a.cols, &pool));
+    MT_DO(mt_op_pool(g->c.rows * g->c.cols / 8 * g->a.cols, &pool));
     mt_gemm_host(pool, g, alpha, beta);
-fail:
-    mt_pool_close(pool);
-    return st;
+    return MT_OK;
 }
 
 static mt_status cpu_gemm_(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
@@ -86,44 +83,34 @@ static mt_status cpu_gemm_(const mt_op_call *c, const mt_op_arg *a, StableIValue
 static mt_status run_bare(const mt_op_call *c, const mt_op_arg *like, const mt_gemm_choice *how,
                            const mt_gemm *g, float alpha, void *workspace)
 {
-    AtenTensorHandle memory = NULL;
+    AtenTensorHandle memory MT_CLOSED(mt_op_free) = NULL;
     void            *sums = NULL;
     mt_gemm          bare;
-    mt_status        st;
 
-    MT_TRY(mt_op_new(&like->t, MT_U8, like->t.n * (int64_t)mt_dtype_bytes(g->c_type), &memory,
-                     &sums));
+    MT_DO(mt_op_new(&like->t, MT_U8, like->t.n * (int64_t)mt_dtype_bytes(g->c_type), &memory,
+                    &sums));
     bare = mt_gemm_sums(g, sums);
-    MT_TRY(mt__gemm_cuda_run(how, &bare, 1.0f, 0.0f, workspace, c->stream));
-    st = mt_op_launched(c, mt__fp8_finish_cuda(c->stream, g, sums, alpha));
-fail:
-    mt_op_free(memory);
-    return st;
+    MT_DO(mt__gemm_cuda_run(how, &bare, 1.0f, 0.0f, workspace, c->stream));
+    return mt_op_launched(c, mt__fp8_finish_cuda(c->stream, g, sums, alpha));
 }
 
 mt_status mt_op_product_cuda(const mt_op_call *c, const mt_op_arg *like, const mt_gemm *g,
                              float alpha, float beta)
 {
     const mt_gemm_choice *how;
-    AtenTensorHandle workspace = NULL;
+    AtenTensorHandle workspace MT_CLOSED(mt_op_free) = NULL;
     void            *bytes = NULL;
     mt_gemm_key      key = mt_gemm_key_of(g, c->device_index, beta);
-    mt_status        st;
 
     if (like->t.n == 0)
         return MT_OK;
-    MT_TRY(mt__gemm_cuda_choose(&key, g, &how));
+    MT_DO(mt__gemm_cuda_choose(&key, g, &how));
     if (mt__gemm_cuda_workspace(how) > 0)
-        MT_TRY(mt_op_new(&like->t, MT_U8, (int64_t)mt__gemm_cuda_workspace(how), &workspace,
-                         &bytes));
+        MT_DO(mt_op_new(&like->t, MT_U8, (int64_t)mt__gemm_cuda_workspace(how), &workspace,
+                        &bytes));
     /* Freed before it is used: torch gives the memory to later work of this stream only. */
-    if (mt__gemm_cuda_bare(how))
-        st = run_bare(c, like, how, g, alpha, bytes);
-    else
-        st = mt__gemm_cuda_run(how, g, alpha, beta, bytes, c->stream);
-fail:
-    mt_op_free(workspace);
-    return st;
+    return mt__gemm_cuda_bare(how) ? run_bare(c, like, how, g, alpha, bytes)
+                                   : mt__gemm_cuda_run(how, g, alpha, beta, bytes, c->stream);
 }
 
 static mt_status cuda_gemm_(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)

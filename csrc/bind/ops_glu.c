@@ -85,56 +85,12 @@ static mt_status backward_args(const mt_op_call *c, const mt_op_arg *a, mt_glu *
     return MT_OK;
 }
 
-typedef mt_status (*read_args)(const mt_op_call *c, const mt_op_arg *a, mt_glu *g);
-
-static mt_status on_cpu(const mt_op_call *c, const mt_op_arg *a, read_args read,
-                        void (*run)(mt_pool *, const mt_glu *))
-{
-    mt_pool  *pool = NULL;
-    mt_glu    g;
-    mt_status st;
-
-    MT_TRY(read(c, a, &g));
-    MT_TRY(mt_op_pool(g.rows * g.n, &pool));
-    run(pool, &g);
-fail:
-    mt_pool_close(pool);
-    return st;
-}
-
-static mt_status cpu_glu(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
-{
-    (void)result;
-    return on_cpu(c, a, forward_args, mt_glu_forward);
-}
-
-static mt_status cpu_glu_backward(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
-{
-    (void)result;
-    return on_cpu(c, a, backward_args, mt_glu_backward);
-}
+MT_OP_CPU(glu, mt_glu, g, forward_args, g.rows * g.n, mt_glu_forward)
+MT_OP_CPU(glu_backward, mt_glu, g, backward_args, g.rows * g.n, mt_glu_backward)
 
 #ifdef MT_WITH_CUDA
-static mt_status on_cuda(const mt_op_call *c, const mt_op_arg *a, read_args read,
-                         const char *(*run)(uintptr_t, const mt_glu *))
-{
-    mt_glu g;
-
-    MT_DO(read(c, a, &g));
-    return mt_op_launched(c, run(c->stream, &g));
-}
-
-static mt_status cuda_glu(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
-{
-    (void)result;
-    return on_cuda(c, a, forward_args, mt__glu_forward_cuda);
-}
-
-static mt_status cuda_glu_backward(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
-{
-    (void)result;
-    return on_cuda(c, a, backward_args, mt__glu_backward_cuda);
-}
+MT_OP_CUDA(glu, mt_glu, forward_args, mt__glu_forward_cuda)
+MT_OP_CUDA(glu_backward, mt_glu, backward_args, mt__glu_backward_cuda)
 #endif
 
 /* ---- the sum over tokens ---- */
@@ -152,39 +108,22 @@ static mt_status column_args(const mt_op_call *c, const mt_op_arg *a, mt_columns
     return MT_OK;
 }
 
-static mt_status cpu_column_sum(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
-{
-    mt_pool   *pool = NULL;
-    mt_columns s;
-    mt_status  st;
-
-    (void)result;
-    MT_TRY(column_args(c, a, &s));
-    MT_TRY(mt_op_pool(s.rows * s.n, &pool));
-    mt_column_sum(pool, &s);
-fail:
-    mt_pool_close(pool);
-    return st;
-}
+MT_OP_CPU(column_sum, mt_columns, s, column_args, s.rows * s.n, mt_column_sum)
 
 #ifdef MT_WITH_CUDA
 static mt_status cuda_column_sum(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
 {
-    AtenTensorHandle scratch = NULL;
+    AtenTensorHandle scratch MT_CLOSED(mt_op_free) = NULL;
     void            *sums = NULL;
     mt_columns       s;
     int64_t          segments;
-    mt_status        st;
 
     (void)result;
-    MT_TRY(column_args(c, a, &s));
+    MT_DO(column_args(c, a, &s));
     segments = (s.rows + MT_SUM_ROWS - 1) / MT_SUM_ROWS;
     if (segments > 1)
-        MT_TRY(mt_op_new(&a[0].t, MT_F32, segments * s.n, &scratch, &sums));
-    st = mt_op_launched(c, mt__column_sum_cuda(c->stream, &s, sums));
-fail:
-    mt_op_free(scratch);
-    return st;
+        MT_DO(mt_op_new(&a[0].t, MT_F32, segments * s.n, &scratch, &sums));
+    return mt_op_launched(c, mt__column_sum_cuda(c->stream, &s, sums));
 }
 #endif
 

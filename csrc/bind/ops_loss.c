@@ -65,29 +65,19 @@ static mt_status labels_in_vocabulary(const mt_op_call *c, const mt_cross_entrop
 
 static mt_status cpu_cross_entropy_(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
 {
-    mt_pool         *pool = NULL;
-    mt_cross_entropy e;
-    mt_status        st;
-
-    (void)result;
-    MT_TRY(args_of(c, a, &e));
-    MT_TRY(labels_in_vocabulary(c, &e));
-    MT_TRY(mt_op_pool(e.rows * e.n, &pool));
-    mt_cross_entropy_rows(pool, &e);
-fail:
-    mt_pool_close(pool);
-    return st;
-}
-
-#ifdef MT_WITH_CUDA
-static mt_status cuda_cross_entropy_(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
-{
+    mt_pool         *pool MT_CLOSED(mt_pool_close) = NULL;
     mt_cross_entropy e;
 
     (void)result;
     MT_DO(args_of(c, a, &e));
-    return mt_op_launched(c, mt__cross_entropy_cuda(c->stream, &e));
+    MT_DO(labels_in_vocabulary(c, &e));
+    MT_DO(mt_op_pool(e.rows * e.n, &pool));
+    mt_cross_entropy_rows(pool, &e);
+    return MT_OK;
 }
+
+#ifdef MT_WITH_CUDA
+MT_OP_CUDA(cross_entropy_, mt_cross_entropy, args_of, mt__cross_entropy_cuda)
 #endif
 
 #define OPS(X)                                                                                     \

@@ -231,62 +231,42 @@ static mt_status cpu_ahead(const mt_op_call *c, const mt_op_arg *a, read_ahead r
 {
     mt_norm       f = { 0 };
     mt_norm_ahead p = { 0 };
-    mt_pool      *pool = NULL;
-    mt_status     st;
+    mt_pool      *pool MT_CLOSED(mt_pool_close) = NULL;
 
-    MT_TRY(read(c, a, &f, &p));
-    MT_TRY(mt_op_pool(f.rows * f.n, &pool));
+    MT_DO(read(c, a, &f, &p));
+    MT_DO(mt_op_pool(f.rows * f.n, &pool));
     mt_norm_forward(pool, &f, &p);
-fail:
-    mt_pool_close(pool);
-    return st;
+    return MT_OK;
 }
 
 static mt_status cpu_back(const mt_op_call *c, const mt_op_arg *a, read_back read)
 {
-    AtenTensorHandle scratch = NULL;
+    AtenTensorHandle scratch MT_CLOSED(mt_op_free) = NULL;
     mt_norm          f = { 0 };
     mt_norm_back     p = { 0 };
-    mt_pool         *pool = NULL;
+    mt_pool         *pool MT_CLOSED(mt_pool_close) = NULL;
     void            *partial;
-    mt_status        st;
 
-    MT_TRY(read(c, a, &f, &p));
-    MT_TRY(mt_op_new(&a[0].t, MT_F32, mt_norm_partials(&f), &scratch, &partial));
+    MT_DO(read(c, a, &f, &p));
+    MT_DO(mt_op_new(&a[0].t, MT_F32, mt_norm_partials(&f), &scratch, &partial));
     p.partial = partial;
-    MT_TRY(mt_op_pool(f.rows * f.n, &pool));
+    MT_DO(mt_op_pool(f.rows * f.n, &pool));
     mt_norm_backward(pool, &f, &p);
-fail:
-    mt_pool_close(pool);
-    mt_op_free(scratch);
-    return st;
+    return MT_OK;
 }
 
-static mt_status cpu_rms_norm(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
-{
-    (void)result;
-    return cpu_ahead(c, a, rms_ahead);
-}
-
-static mt_status cpu_rms_norm_backward(const mt_op_call *c, const mt_op_arg *a,
-                                       StableIValue *result)
-{
-    (void)result;
-    return cpu_back(c, a, rms_back);
-}
-
-static mt_status cpu_layer_norm(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
-{
-    (void)result;
-    return cpu_ahead(c, a, layer_ahead);
-}
-
-static mt_status cpu_layer_norm_backward(const mt_op_call *c, const mt_op_arg *a,
-                                         StableIValue *result)
-{
-    (void)result;
-    return cpu_back(c, a, layer_back);
-}
+#define KERNEL(device, op, way, read)                                                              \
+    static mt_status device##_##op(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)  \
+    {                                                                                              \
+        (void)result;                                                                              \
+        return device##_##way(c, a, read);                                                         \
+    }
+#define KERNELS(device)                                                                            \
+    KERNEL(device, rms_norm, ahead, rms_ahead)                                                     \
+    KERNEL(device, rms_norm_backward, back, rms_back)                                              \
+    KERNEL(device, layer_norm, ahead, layer_ahead)                                                 \
+    KERNEL(device, layer_norm_backward, back, layer_back)
+KERNELS(cpu)
 
 #ifdef MT_WITH_CUDA
 static mt_status cuda_ahead(const mt_op_call *c, const mt_op_arg *a, read_ahead read)
@@ -300,46 +280,18 @@ static mt_status cuda_ahead(const mt_op_call *c, const mt_op_arg *a, read_ahead 
 
 static mt_status cuda_back(const mt_op_call *c, const mt_op_arg *a, read_back read)
 {
-    AtenTensorHandle scratch = NULL;
+    AtenTensorHandle scratch MT_CLOSED(mt_op_free) = NULL;
     mt_norm          f = { 0 };
     mt_norm_back     p = { 0 };
     void            *partial;
-    mt_status        st;
 
-    MT_TRY(read(c, a, &f, &p));
-    MT_TRY(mt_op_new(&a[0].t, MT_F32, mt__norm_partials_cuda(&f, &p), &scratch, &partial));
+    MT_DO(read(c, a, &f, &p));
+    MT_DO(mt_op_new(&a[0].t, MT_F32, mt__norm_partials_cuda(&f, &p), &scratch, &partial));
     p.partial = partial;
-    st = mt_op_launched(c, mt__norm_backward_cuda(c->stream, &f, &p));
-fail:
-    mt_op_free(scratch);
-    return st;
+    return mt_op_launched(c, mt__norm_backward_cuda(c->stream, &f, &p));
 }
 
-static mt_status cuda_rms_norm(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
-{
-    (void)result;
-    return cuda_ahead(c, a, rms_ahead);
-}
-
-static mt_status cuda_rms_norm_backward(const mt_op_call *c, const mt_op_arg *a,
-                                        StableIValue *result)
-{
-    (void)result;
-    return cuda_back(c, a, rms_back);
-}
-
-static mt_status cuda_layer_norm(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
-{
-    (void)result;
-    return cuda_ahead(c, a, layer_ahead);
-}
-
-static mt_status cuda_layer_norm_backward(const mt_op_call *c, const mt_op_arg *a,
-                                          StableIValue *result)
-{
-    (void)result;
-    return cuda_back(c, a, layer_back);
-}
+KERNELS(cuda)
 #endif
 
 /* ---- fp8_rms_norm: codes of y, which is not written ---- */
@@ -368,50 +320,41 @@ static mt_status coded_args(const mt_op_call *c, const mt_op_arg *a, mt_norm *f,
 
 static mt_status cpu_fp8_rms_norm(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
 {
-    AtenTensorHandle scratch = NULL;
+    AtenTensorHandle scratch MT_CLOSED(mt_op_free) = NULL;
     mt_norm          f = { 0 };
     mt_norm_ahead    p = { 0 };
     mt_fp8           codes;
-    mt_pool         *pool = NULL;
-    mt_status        st;
+    mt_pool         *pool MT_CLOSED(mt_pool_close) = NULL;
 
     (void)result;
-    MT_TRY(coded_args(c, a, &f, &p, &codes));
-    MT_TRY(mt_op_new(&a[X_].t, MT_BF16, f.rows * f.n, &scratch, &p.y));
-    MT_TRY(mt_op_pool(f.rows * f.n, &pool));
+    MT_DO(coded_args(c, a, &f, &p, &codes));
+    MT_DO(mt_op_new(&a[X_].t, MT_BF16, f.rows * f.n, &scratch, &p.y));
+    MT_DO(mt_op_pool(f.rows * f.n, &pool));
     mt_norm_forward(pool, &f, &p);
     codes.x = p.y;
     mt_fp8_cast(pool, &codes);
-fail:
-    mt_pool_close(pool);
-    mt_op_free(scratch);
-    return st;
+    return MT_OK;
 }
 
 #ifdef MT_WITH_CUDA
 /* In one kernel, or where there is none for such rows in two. */
 static mt_status cuda_fp8_rms_norm(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
 {
-    AtenTensorHandle scratch = NULL;
+    AtenTensorHandle scratch MT_CLOSED(mt_op_free) = NULL;
     mt_norm          f = { 0 };
     mt_norm_ahead    p = { 0 };
     mt_fp8           codes;
-    mt_status        st;
 
     (void)result;
-    MT_TRY(coded_args(c, a, &f, &p, &codes));
+    MT_DO(coded_args(c, a, &f, &p, &codes));
     if (mt__norm_takes_codes_cuda(&f, &p)) {
-        st = mt_op_launched(c, mt__norm_codes_cuda(c->stream, &f, &p, codes.by_rows,
-                                                   codes.row_scale));
-        goto fail;
+        return mt_op_launched(c, mt__norm_codes_cuda(c->stream, &f, &p, codes.by_rows,
+                                                     codes.row_scale));
     }
-    MT_TRY(mt_op_new(&a[X_].t, MT_BF16, f.rows * f.n, &scratch, &p.y));
-    MT_TRY(mt_op_launched(c, mt__norm_forward_cuda(c->stream, &f, &p)));
+    MT_DO(mt_op_new(&a[X_].t, MT_BF16, f.rows * f.n, &scratch, &p.y));
+    MT_DO(mt_op_launched(c, mt__norm_forward_cuda(c->stream, &f, &p)));
     codes.x = p.y;
-    st = mt_op_launched(c, mt__fp8_cast_cuda(c->stream, &codes));
-fail:
-    mt_op_free(scratch);
-    return st;
+    return mt_op_launched(c, mt__fp8_cast_cuda(c->stream, &codes));
 }
 #endif
 

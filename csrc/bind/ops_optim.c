@@ -18,40 +18,33 @@ static mt_status cpu_sumsq(const mt_op_call *c, const mt_op_arg *a, StableIValue
 {
     const mt_op_tensor *x = &a[0].t;
     AtenTensorHandle out;
-    mt_pool         *pool = NULL;
+    mt_pool         *pool MT_CLOSED(mt_pool_close) = NULL;
     void            *sum;
-    mt_status        st;
 
     (void)c;
-    MT_TRY(sumsq_dtype(x));
-    MT_TRY(mt_op_pool(x->n, &pool));
-    MT_TRY(mt_op_new(x, MT_F64, -1, &out, &sum));
+    MT_DO(sumsq_dtype(x));
+    MT_DO(mt_op_pool(x->n, &pool));
+    MT_DO(mt_op_new(x, MT_F64, -1, &out, &sum));
     *(double *)sum = mt_sumsq_host(pool, (mt_dtype)x->dtype, x->data, x->n);
     *result = (StableIValue)(uintptr_t)out;
-fail:
-    mt_pool_close(pool);
-    return st;
+    return MT_OK;
 }
 
 #ifdef MT_WITH_CUDA
 static mt_status cuda_sumsq(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
 {
     const mt_op_tensor *x = &a[0].t;
-    AtenTensorHandle out = NULL, scratch = NULL;
+    AtenTensorHandle out MT_CLOSED(mt_op_free) = NULL, scratch MT_CLOSED(mt_op_free) = NULL;
     void            *sum, *sums;
-    mt_status        st;
 
-    MT_TRY(sumsq_dtype(x));
-    MT_TRY(mt_op_new(x, MT_F64, -1, &out, &sum));
-    MT_TRY(mt_op_new(x, MT_F64, x->n / MT_SUMSQ_CHUNK + 1, &scratch, &sums));
-    MT_TRY(mt_op_launched(c, mt__sumsq_cuda(c->stream, (mt_dtype)x->dtype, x->data, x->n, sums,
-                                            sum)));
+    MT_DO(sumsq_dtype(x));
+    MT_DO(mt_op_new(x, MT_F64, -1, &out, &sum));
+    MT_DO(mt_op_new(x, MT_F64, x->n / MT_SUMSQ_CHUNK + 1, &scratch, &sums));
+    MT_DO(mt_op_launched(c, mt__sumsq_cuda(c->stream, (mt_dtype)x->dtype, x->data, x->n, sums,
+                                           sum)));
     *result = (StableIValue)(uintptr_t)out;
     out = NULL;
-fail:
-    mt_op_free(out);
-    mt_op_free(scratch);
-    return st;
+    return MT_OK;
 }
 #endif
 
@@ -95,20 +88,16 @@ static mt_adam_tensor adamw_tensor(const mt_op_arg *a)
 
 static mt_status cpu_adamw_(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
 {
-    mt_pool       *pool = NULL;
-    mt_status      st;
+    mt_pool       *pool MT_CLOSED(mt_pool_close) = NULL;
     mt_adam_tensor t = adamw_tensor(a);
 
     (void)c;
     (void)result;
-    MT_TRY(adamw_planes(a));
+    MT_DO(adamw_planes(a));
     if (t.n == 0)
         return MT_OK;
-    MT_TRY(mt_op_pool(t.n, &pool));
-    MT_TRY(mt_adam_step(pool, &t, 1, (float)a[11].f, mt_isa_best()));
-fail:
-    mt_pool_close(pool);
-    return st;
+    MT_DO(mt_op_pool(t.n, &pool));
+    return mt_adam_step(pool, &t, 1, (float)a[11].f, mt_isa_best());
 }
 
 #ifdef MT_WITH_CUDA

@@ -134,20 +134,7 @@ static int64_t numbers(const mt_rope *r)
            (r->part[MT_ROPE_Q].heads + r->part[MT_ROPE_K].heads + r->part[MT_ROPE_V].heads);
 }
 
-static mt_status cpu_rope(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
-{
-    mt_rope   r = { 0 };
-    mt_pool  *pool = NULL;
-    mt_status st;
-
-    (void)result;
-    MT_TRY(rope_of(c, a, &r));
-    MT_TRY(mt_op_pool(numbers(&r), &pool));
-    mt_rope_host(pool, &r);
-fail:
-    mt_pool_close(pool);
-    return st;
-}
+MT_OP_CPU(rope, mt_rope, r, rope_of, numbers(&r), mt_rope_host)
 
 #ifdef MT_WITH_CUDA
 static mt_status cuda_rope(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)

@@ -19,7 +19,6 @@ typedef struct views {
 
 static void views_begin(views *v)
 {
-    v->n = 0;
     for (size_t i = 0; i < sizeof v->length / sizeof *v->length; i++)
         v->length[i] = -1;
 }
@@ -29,6 +28,8 @@ static void views_end(views *v)
     while (v->n > 0)
         PyBuffer_Release(&v->view[--v->n]);
 }
+
+#define VIEWS(v) views v __attribute__((cleanup(views_end))) = { .n = 0 }
 
 /* One dimension of float64 (kind 'd'), int64 ('q') or bytes ('b'). NULL with an exception. *n: its
  * elements. */
@@ -270,7 +271,7 @@ static PyObject *walked_out(const mt_walked *found, const mt_walk_events *e)
 static PyObject *py_walk(PyObject *module, PyObject *args)
 {
     mt_state      *s = PyModule_GetState(module);
-    views          v;
+    VIEWS(v);
     mt_walk        in = { 0 };
     mt_walked      found;
     mt_walk_events e = { 0 };
@@ -288,31 +289,29 @@ static PyObject *py_walk(PyObject *module, PyObject *args)
                : under ? walked_out(&found, told ? &e : NULL) : Py_NewRef(Py_None);
     }
     free(e.event);
-    views_end(&v);
     PyBuffer_Release(&steps);
     return result;
 }
 
 /* ---- the schedule ---- */
 
+#define SIZE(n, what) ((Py_ssize_t)(n) * (Py_ssize_t)sizeof(what))
+
 static PyObject *py_schedule(PyObject *module, PyObject *step)
 {
     mt_state    *s = PyModule_GetState(module);
-    views        v;
+    VIEWS(v);
     mt_walk      in = { 0 };
     mt_schedule *sch = NULL;
-    PyObject    *bytes = NULL;
+    PyObject    *bytes;
     mt_status    st;
 
-    if (step_in(&v, step, &in) == 0) {
-        if ((st = mt_walk_schedule(&in, &sch)) != MT_OK)
-            mt_raise(s->error, st);
-        else
-            bytes = PyBytes_FromStringAndSize((const char *)sch->steps,
-                                              (Py_ssize_t)(sch->n * (int64_t)sizeof *sch->steps));
-    }
+    if (step_in(&v, step, &in) < 0)
+        return NULL;
+    if ((st = mt_walk_schedule(&in, &sch)) != MT_OK)
+        return mt_raise(s->error, st);
+    bytes = PyBytes_FromStringAndSize((const char *)sch->steps, SIZE(sch->n, *sch->steps));
     mt_schedule_free(sch);
-    views_end(&v);
     return bytes;
 }
 
@@ -323,39 +322,34 @@ typedef PyObject *answer(mt_state *s, const mt_search *in, PyObject *args);
 
 static PyObject *ask(PyObject *module, PyObject *args, answer *of)
 {
-    views     v = { .n = 0 };
+    VIEWS(v);
     mt_search in = { 0 };
-    PyObject *search = PyTuple_GetItem(args, 0), *result = NULL;
+    PyObject *search = PyTuple_GetItem(args, 0);
 
-    if (search != NULL && search_in(&v, search, &in) == 0)
-        result = of(PyModule_GetState(module), &in, args);
-    views_end(&v);
-    return result;
+    if (search == NULL || search_in(&v, search, &in) < 0)
+        return NULL;
+    return of(PyModule_GetState(module), &in, args);
 }
-
-#define SIZE(n, what) ((Py_ssize_t)(n) * (Py_ssize_t)sizeof(what))
 
 static PyObject *best_of(mt_state *s, const mt_search *in, PyObject *args)
 {
     mt_choice at;
     mt_walked found;
-    PyObject *o, *result;
-    uint8_t  *modes = malloc((size_t)in->step.n_windows + 1);
+    PyObject *o;
+    uint8_t  *modes MT_FREED = malloc((size_t)in->step.n_windows + 1);
     double    than;
     long long most;
     int       any = 0;
     mt_status st;
 
-    if (modes == NULL || !PyArg_ParseTuple(args, "OdL:search_best", &o, &than, &most)) {
-        free(modes);
-        return modes == NULL ? PyErr_NoMemory() : NULL;
-    }
+    if (modes == NULL)
+        return PyErr_NoMemory();
+    if (!PyArg_ParseTuple(args, "OdL:search_best", &o, &than, &most))
+        return NULL;
     st = mt_search_best(in, than, most, &at, modes, &found, &any);
-    result = st != MT_OK ? mt_raise(s->error, st) : !any ? Py_NewRef(Py_None)
-             : Py_BuildValue("(iiiy#N)", at.row, at.ring, at.micro, modes,
-                             SIZE(in->step.n_windows, *modes), walked_out(&found, NULL));
-    free(modes);
-    return result;
+    return st != MT_OK ? mt_raise(s->error, st) : !any ? Py_NewRef(Py_None)
+           : Py_BuildValue("(iiiy#N)", at.row, at.ring, at.micro, modes,
+                           SIZE(in->step.n_windows, *modes), walked_out(&found, NULL));
 }
 
 static PyObject *time_of(mt_state *s, const mt_search *in, PyObject *args)
@@ -402,45 +396,38 @@ static PyObject *memory_of(mt_state *s, const mt_search *in, PyObject *args)
 static PyObject *needs_of(mt_state *s, const mt_search *in, PyObject *args)
 {
     mt_needs  found;
-    PyObject *result;
-    int64_t  *spilled = calloc((size_t)(in->n_rows * in->n_micro) + 1, sizeof *spilled);
+    int64_t  *spilled MT_FREED = calloc((size_t)(in->n_rows * in->n_micro) + 1, sizeof *spilled);
     mt_status st;
 
     (void)args;
     if (spilled == NULL)
         return PyErr_NoMemory();
     st = mt_search_needs(in, spilled, &found);
-    result = st != MT_OK ? mt_raise(s->error, st)
-             : Py_BuildValue("(y#LLiii)", (char *)spilled,
-                             SIZE(in->n_rows * in->n_micro, *spilled), (long long)found.vram,
-                             (long long)found.host, found.least.row, found.least.ring,
-                             found.least.micro);
-    free(spilled);
-    return result;
+    return st != MT_OK ? mt_raise(s->error, st)
+           : Py_BuildValue("(y#LLiii)", (char *)spilled, SIZE(in->n_rows * in->n_micro, *spilled),
+                           (long long)found.vram, (long long)found.host, found.least.row,
+                           found.least.ring, found.least.micro);
 }
 
 static PyObject *track_of(mt_state *s, const mt_search *in, PyObject *args)
 {
     mt_track  found;
     size_t    windows = (size_t)in->step.n_windows, most = 4 * windows + 1;
-    mt_level *levels = calloc(most, sizeof *levels);
-    uint8_t  *modes = calloc(most, windows + 1);
-    PyObject *o, *result = NULL;
+    mt_level *levels MT_FREED = calloc(most, sizeof *levels);
+    uint8_t  *modes MT_FREED = calloc(most, windows + 1);
+    PyObject *o;
     int       micro, track;
     mt_status st;
 
     if (levels == NULL || modes == NULL)
-        PyErr_NoMemory();
-    else if (PyArg_ParseTuple(args, "Oii:search_track", &o, &micro, &track)) {
-        st = mt_search_track(in, micro, track, &found, levels, modes);
-        result = st != MT_OK ? mt_raise(s->error, st)
-                 : Py_BuildValue("(LLdy#y#)", (long long)found.away, (long long)found.spilled,
-                                 found.least_s, (char *)levels, SIZE(found.n_levels, *levels),
-                                 (char *)modes, SIZE(found.n_levels * in->step.n_windows, *modes));
-    }
-    free(levels);
-    free(modes);
-    return result;
+        return PyErr_NoMemory();
+    if (!PyArg_ParseTuple(args, "Oii:search_track", &o, &micro, &track))
+        return NULL;
+    st = mt_search_track(in, micro, track, &found, levels, modes);
+    return st != MT_OK ? mt_raise(s->error, st)
+           : Py_BuildValue("(LLdy#y#)", (long long)found.away, (long long)found.spilled,
+                           found.least_s, (char *)levels, SIZE(found.n_levels, *levels),
+                           (char *)modes, SIZE(found.n_levels * in->step.n_windows, *modes));
 }
 
 static PyObject *bound_of(mt_state *s, const mt_search *in, PyObject *args)
@@ -468,10 +455,10 @@ ASK(bound_of)
 
 static PyObject *py_plan_slots(PyObject *module, PyObject *args)
 {
-    PyObject  *list, *result = NULL;
+    PyObject  *list, *result;
     long long  ring;
     Py_ssize_t n;
-    int64_t   *sizes, made;
+    int64_t   *sizes MT_FREED = NULL, made;
 
     (void)module;
     if (!PyArg_ParseTuple(args, "O!L:plan_slots", &PyList_Type, &list, &ring))
@@ -485,7 +472,6 @@ static PyObject *py_plan_slots(PyObject *module, PyObject *args)
     result = made < 0 ? NULL : PyList_New(made);
     for (int64_t i = 0; result != NULL && i < made; i++)
         (void)PyList_SetItem(result, i, PyLong_FromLongLong(sizes[n + i]));
-    free(sizes);
     return result;
 }
 

@@ -4,7 +4,7 @@
  * pages several times as fast as the driver does alone (which is why cudaHostAlloc is not used). */
 #include "arena.h"
 
-#include "checked.h"
+#include "lock.h"
 #include "forks.h"
 #include "numa.h"
 
@@ -212,17 +212,13 @@ void mt_arena_decommit(mt_arena *a)
 mt_status mt_arena_open(mt_arena *a, size_t bytes, mt_pool *pool, mt_dev *dev,
                         const char *what, size_t mapped)
 {
-    mt_arena  made = { 0 };
-    mt_status st;
+    mt_arena  made __attribute__((cleanup(mt_arena_close))) = { 0 };
 
-    MT_TRY(map_reserved(&made, bytes, 0, NULL, 0, what, mapped));
-    MT_TRY(mt_arena_commit(&made, pool, dev));
+    MT_DO(map_reserved(&made, bytes, 0, NULL, 0, what, mapped));
+    MT_DO(mt_arena_commit(&made, pool, dev));
     *a = made;
+    made = (mt_arena){ 0 };
     return MT_OK;
-
-fail:
-    mt_arena_close(&made);
-    return st;
 }
 
 /* Addresses below the memory's are only counted from: base may be one of them. */

@@ -46,22 +46,19 @@ static void assert_guest(const mt_arrive *a, const guest *g, int unit)
 
 /* ---- open, invite, close ---------------------------------------------------------------- */
 
+MT_CLOSER(mt_arrive_close, mt_arrive)
+
 mt_status mt_arrive_open(mt_context *cx, mt_arrive **out)
 {
-    mt_arrive *a;
-    mt_status  st;
+    mt_arrive *a MT_CLOSED(mt_arrive_close) = NULL;
 
-    MT_TRY(MT_MAKE(a, 1, "arrive"));
+    MT_DO(MT_MAKE(a, 1, "arrive"));
     *a = (mt_arrive){ .cx = cx, .dev = cx->dev, .store = cx->store };
     mt_mutex_open(&a->mu, MT_RANK_ARRIVE);
-    MT_TRY(a->dev->ops->event_open(a->dev, &a->drained));
-    MT_TRY(a->dev->ops->queue_open(a->dev, "guests", &a->queue));
-    *out = cx->arrive = a;
+    MT_DO(a->dev->ops->event_open(a->dev, &a->drained));
+    MT_DO(a->dev->ops->queue_open(a->dev, "guests", &a->queue));
+    *out = cx->arrive = MT_KEEP(a);
     return MT_OK;
-
-fail:
-    mt_arrive_close(a);
-    return st;
 }
 
 static void guest_close(const mt_arrive *a, guest *g)
@@ -152,37 +149,31 @@ mt_status mt_arrive_dismiss(mt_arrive *a, int unit)
 static mt_status cut(const mt_arrive *a, int unit, size_t most, mt_pieces **out)
 {
     int       n = mt_store_params(a->store, unit);
-    unsigned *planes;
-    mt_status st;
+    unsigned *planes MT_FREED = NULL;
 
     MT_DO(MT_MAKE(planes, n, mt_store_name(a->store, unit)));
     for (int i = 0; i < n; i++)
         planes[i] = mt_store_trainable(a->store, unit, i) ? MT_STATE_PLANES : 0;
-    st = mt_pieces_cut(a->store, unit, &(mt_cut){
+    return mt_pieces_cut(a->store, unit, &(mt_cut){
         planes, most < MT_ARRIVE_LEAST ? MT_ARRIVE_LEAST : most, MT_PART_ALIGN, MT_STATES_GROUP, 1,
         MT_PART_ALIGN,
     }, out);
-    free(planes);
-    return st;
 }
 
 mt_status mt_arrive_sizes(mt_arrive *a, int unit, size_t most, size_t **bytes, int *n)
 {
-    mt_pieces *pieces = NULL;
+    mt_pieces *pieces MT_CLOSED(mt_pieces_free) = NULL;
     size_t    *found;
     guest     *g;
-    mt_status  st;
 
-    MT_TRY(find(a, unit, &g));
-    MT_TRY(cut(a, unit, most, &pieces));
-    MT_TRY(MT_MAKE(found, pieces->n, mt_store_name(a->store, unit)));
+    MT_DO(find(a, unit, &g));
+    MT_DO(cut(a, unit, most, &pieces));
+    MT_DO(MT_MAKE(found, pieces->n, mt_store_name(a->store, unit)));
     for (int i = 0; i < pieces->n; i++)
         found[i] = pieces->piece[i].bytes;
     *n = pieces->n;
     *bytes = found;
-fail:
-    mt_pieces_free(pieces);
-    return st;
+    return MT_OK;
 }
 
 /* ---- copies: under mu ------------------------------------------------------------------- */
@@ -248,14 +239,12 @@ static mt_status put_copies(mt_arrive *a, guest *g, int unit, const int *params,
 /* Memory for the host's planes, made without mu: pages by the gigabyte take their time. */
 static mt_status commit(mt_arrive *a, int unit, const mt_part *parts, int n)
 {
-    unsigned planes = 0;
-
-    for (int i = 0; i < n; i++)
-        for (int p = 0; p < MT_PLANE_COUNT; p++)
-            planes |= parts[i].at[p] != NULL ? 1u << p : 0;
     for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if (planes >> p & 1)
-            MT_DO(mt_store_commit(a->store, unit, (mt_plane)p));
+        for (int i = 0; i < n; i++)
+            if (parts[i].at[p] != NULL) {
+                MT_DO(mt_store_commit(a->store, unit, (mt_plane)p));
+                break;
+            }
     return MT_OK;
 }
 
@@ -270,8 +259,7 @@ static mt_status put_lift(mt_arrive *a, guest *g, int unit, mt_part *parts, int 
     g->n = n;
     /* VACANT: whoever had this memory before computed with it in run. */
     MT_TRY(a->dev->ops->record(run, g->vacant));
-    if (!mt_skips(a->cx, MT_EDGE_VACANT))
-        MT_TRY(a->dev->ops->wait(a->queue, g->vacant));
+    MT_TRY(mt_edge(a->cx, MT_EDGE_VACANT, a->queue, g->vacant));
     before = a->stats.h2d_bytes;
     MT_TRY(put_copies(a, g, unit, NULL, 0, MT_STATE_PLANES, 1));
     g->bytes = a->stats.h2d_bytes - before;
@@ -292,29 +280,25 @@ fail:
 static mt_status parts_of(const mt_arrive *a, int unit, size_t most, void *const *mem, int n,
                           mt_part **out)
 {
-    mt_pieces *pieces = NULL;
+    mt_pieces *pieces MT_CLOSED(mt_pieces_free) = NULL;
     mt_part   *parts;
-    mt_status  st;
 
-    MT_TRY(cut(a, unit, most, &pieces));
+    MT_DO(cut(a, unit, most, &pieces));
     if (pieces->n != n)
-        MT_TRY(MT_FAIL(MT_EINVAL, "unit %s: %d pieces of device memory for its states; they take "
-                       "%d", mt_store_name(a->store, unit), n, pieces->n));
-    MT_TRY(MT_MAKE(parts, n, mt_store_name(a->store, unit)));
+        MT_DO(MT_FAIL(MT_EINVAL, "unit %s: %d pieces of device memory for its states; they take "
+                      "%d", mt_store_name(a->store, unit), n, pieces->n));
+    MT_DO(MT_MAKE(parts, n, mt_store_name(a->store, unit)));
     for (int i = 0; i < n; i++)
         mt_pieces_at(pieces, i, mem[i], &parts[i]);
     *out = parts;
-fail:
-    mt_pieces_free(pieces);
-    return st;
+    return MT_OK;
 }
 
 mt_status mt_arrive_lift(mt_arrive *a, int unit, size_t most, void *const *mem, int n,
                          mt_queue *run, int *taken)
 {
-    mt_part  *parts;
-    guest    *g;
-    mt_status st;
+    mt_part *parts MT_FREED = NULL;
+    guest   *g;
 
     MT_DO(find(a, unit, &g));
     /* UPDATED: an update still to be put would change the states while they are copied. */
@@ -324,16 +308,11 @@ mt_status mt_arrive_lift(mt_arrive *a, int unit, size_t most, void *const *mem, 
         return MT_OK;
     }
     MT_DO(parts_of(a, unit, most, mem, n, &parts));
-    if ((st = commit(a, unit, parts, n)) != MT_OK) {
-        free(parts);
-        return st;
-    }
-    mt_lock(&a->mu);
+    MT_DO(commit(a, unit, parts, n));
+    MT_HOLD(&a->mu);
     MT_ASSERT(g->parts == NULL);
-    st = put_lift(a, g, unit, parts, n, run);
+    MT_DO(put_lift(a, g, unit, MT_KEEP(parts), n, run));
     assert_guest(a, g, unit);
-    mt_unlock(&a->mu);
-    MT_DO(st);
     *taken = 1;
     return MT_OK;
 }
@@ -387,8 +366,7 @@ mt_status mt_arrive_before(mt_arrive *a, int unit, mt_queue *q)
 
     MT_DO(mt_arrive_parts(a, unit, &parts, &n));
     /* LIFTED: also behind copies down of the update before, which this one would overtake. */
-    return mt_skips(a->cx, MT_EDGE_LIFTED) ? MT_OK
-                                           : a->dev->ops->wait(q, a->guests[unit]->last);
+    return mt_edge(a->cx, MT_EDGE_LIFTED, q, a->guests[unit]->last);
 }
 
 mt_status mt_arrive_behind(mt_arrive *a, int unit, const int *params, int n, mt_event *made)
@@ -397,7 +375,7 @@ mt_status mt_arrive_behind(mt_arrive *a, int unit, const int *params, int n, mt_
     mt_status st = MT_OK;
 
     MT_DO(find(a, unit, &g));
-    mt_lock(&a->mu);
+    MT_HOLD(&a->mu);
     assert_guest(a, g, unit);
     MT_ASSERT(g->parts != NULL);
     if (!mt_skips(a->cx, MT_EDGE_MADE))         /* MADE: the update is in its queue, not over */
@@ -406,13 +384,7 @@ mt_status mt_arrive_behind(mt_arrive *a, int unit, const int *params, int n, mt_
         st = put_copies(a, g, unit, params, n, MT_STATE_PLANES, 0);
     if (st == MT_OK && mt_syncs(a->cx))
         st = a->dev->ops->sync_event(g->last);
-    mt_unlock(&a->mu);
     return st;
-}
-
-static mt_status wait_copied(mt_arrive *a, const guest *g, int unit)
-{
-    return mt_watch_event(mt_store_watch(a->store), g->last, mt_store_name(a->store, unit), COPIED);
 }
 
 mt_status mt_arrive_wait(mt_arrive *a, int unit)
@@ -426,20 +398,22 @@ mt_status mt_arrive_copied(mt_arrive *a, int unit)
     guest *g;
 
     MT_DO(find(a, unit, &g));
-    return mt_skips(a->cx, MT_EDGE_STORED) ? MT_OK : wait_copied(a, g, unit);
+    return mt_skips(a->cx, MT_EDGE_STORED) ? MT_OK
+           : mt_watch_event(mt_store_watch(a->store), g->last, mt_store_name(a->store, unit),
+                            COPIED);
 }
 
 mt_status mt_arrive_push(mt_arrive *a, int unit, int param, unsigned planes)
 {
-    guest    *g;
-    mt_status st;
+    guest *g;
 
     MT_DO(find(a, unit, &g));
-    mt_lock(&a->mu);
-    assert_guest(a, g, unit);
-    st = g->parts != NULL ? put_copies(a, g, unit, param < 0 ? NULL : &param, 1, planes, 1) : MT_OK;
-    mt_unlock(&a->mu);
-    return st == MT_OK ? wait_copied(a, g, unit) : st;
+    MT_WITH(&a->mu) {
+        assert_guest(a, g, unit);
+        if (g->parts != NULL)
+            MT_DO(put_copies(a, g, unit, param < 0 ? NULL : &param, 1, planes, 1));
+    }
+    return mt_watch_event(mt_store_watch(a->store), g->last, mt_store_name(a->store, unit), COPIED);
 }
 
 mt_status mt_arrive_drain(mt_arrive *a)

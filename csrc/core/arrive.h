@@ -17,7 +17,7 @@
  *     ... the update, which waits for the copies up and puts those down behind it ...
  *     mt_arrive_leave(a, unit, 0, &left);         // left: the pieces are the caller's again
  *
- * Edges; `guests` is the one queue of all these copies (each can be left out: debug.h):
+ * Edges; `guests` is the one queue of all these copies (each can be left out: context.h):
  *   VACANT   guests waits for compute that used the pieces before  recorded on run, by lift
  *   LIFTED   the residents' queue waits for the states, before it  the event of STORED
  *            updates them

@@ -31,30 +31,13 @@ const mt_schedule *mt__course_schedule(const mt__course *c)
 
 /* ---- the trace -------------------------------------------------------------------------- */
 
-/* At the limit marks are dropped: begin then builds nothing, and all stays correct on demand. */
-static mt_status mark(mt__course *c, mt_step_kind kind, int unit)
-{
-    if (c->n_trace == MT__COURSE_MARKS)
-        return MT_OK;
-    MT_DO(MT_GROW(c->trace, c->room, c->n_trace + 1, "stream"));
-    c->trace[c->n_trace++] = (mt_mark){ kind, unit };
-    return MT_OK;
-}
-
-mt_status mt__course_offload(mt__course *c, int unit)
-{
-    return mark(c, MT_OFFLOAD, unit);
-}
-
 /* The trace so far is how k's begins. */
 static int begins_like(const mt__course *c, const mt__kept *k)
 {
     if (k->sch == NULL || c->n_trace > k->n_trace || c->n_trace == MT__COURSE_MARKS)
         return 0;
-    for (int64_t i = 0; i < c->n_trace; i++)
-        if (c->trace[i].kind != k->trace[i].kind || c->trace[i].unit != k->trace[i].unit)
-            return 0;
-    return 1;
+    return c->n_trace == 0 ||
+           memcmp(c->trace, k->trace, (size_t)c->n_trace * sizeof *c->trace) == 0;
 }
 
 /* ---- choosing a schedule ---------------------------------------------------------------- */
@@ -63,25 +46,20 @@ static mt_status build(mt__course *c, const size_t *unit_bytes, int n_units,
                        const size_t *slot_bytes, int n_slots)
 {
     int          at = 0;
-    mt_mark     *trace;
+    int         *trace MT_FREED = NULL;
     mt_schedule *sch;
-    mt_status    st;
 
     for (int i = 1; i < MT__COURSE_KEPT; i++)    /* the oldest gives way */
         if (c->kept[i].begun < c->kept[at].begun)
             at = i;
-    MT_TRY(MT_MAKE(trace, c->n_trace, "stream"));
+    MT_DO(MT_MAKE(trace, c->n_trace, "stream"));
     memcpy(trace, c->trace, (size_t)c->n_trace * sizeof *trace);
-    MT_TRY(mt_schedule_build(trace, c->n_trace, unit_bytes, n_units, slot_bytes, n_slots, &sch));
+    MT_DO(mt_schedule_build(trace, c->n_trace, unit_bytes, n_units, slot_bytes, n_slots, &sch));
     kept_close(&c->kept[at]);
-    c->kept[at] = (mt__kept){ .trace = trace, .n_trace = c->n_trace, .sch = sch };
+    c->kept[at] = (mt__kept){ .trace = MT_KEEP(trace), .n_trace = c->n_trace, .sch = sch };
     c->cur = at;
     c->rebuilds++;
     return MT_OK;
-
-fail:
-    free(trace);
-    return st;
 }
 
 mt_status mt__course_begin(mt__course *c, const size_t *unit_bytes, int n_units,
@@ -134,11 +112,8 @@ static int64_t find_again(mt__course *c, int unit)
     for (int i = 0; i < MT__COURSE_KEPT; i++)
         if (i != c->cur && begins_like(c, &c->kept[i])) {
             c->cur = i;
-            /* The step that the newest mark of the trace, a COMPUTE, stands for. */
-            for (int64_t k = 0; k < c->n_trace; k++)
-                if (c->trace[k].kind == MT_COMPUTE &&
-                    (step = next_compute(c->kept[i].sch, step + 1, -1)) < 0)
-                    break;
+            for (int64_t k = 0; k < c->n_trace; k++)     /* the newest of the trace's COMPUTEs */
+                step = next_compute(c->kept[i].sch, step + 1, -1);
             return step;
         }
     return next_compute(mt__course_schedule(c), c->at, unit);
@@ -147,10 +122,12 @@ static int64_t find_again(mt__course *c, int unit)
 mt_status mt__course_compute(mt__course *c, int unit, int64_t *from, int64_t *step)
 {
     const mt_schedule *s = mt__course_schedule(c);
-    mt_status          st = mark(c, MT_COMPUTE, unit);
 
-    if (st != MT_OK)
-        return st;
+    /* At the limit units are dropped: begin then builds nothing, all stays correct on demand. */
+    if (c->n_trace < MT__COURSE_MARKS) {
+        MT_DO(MT_GROW(c->trace, c->room, c->n_trace + 1, "stream"));
+        c->trace[c->n_trace++] = unit;
+    }
     *from = c->at;
     *step = s == NULL ? -1 : next_compute(s, c->at, -1);
     if (s != NULL && (*step < 0 || s->steps[*step].unit != unit)) {

@@ -12,17 +12,17 @@
 #include "schedule.h"
 
 #define MT__COURSE_KEPT  4
-#define MT__COURSE_MARKS ((int64_t)1 << 20)   /* 8 MiB; a longer trace is not worth a schedule */
+#define MT__COURSE_MARKS ((int64_t)1 << 20)   /* 4 MiB; a longer trace is not worth a schedule */
 
 typedef struct mt__kept {
-    mt_mark     *trace;
+    int         *trace;
     int64_t      n_trace;
     mt_schedule *sch;        /* NULL: this entry is free */
     uint64_t     begun;      /* number of the begin that chose it last: the oldest gives way */
 } mt__kept;
 
 typedef struct mt__course {
-    mt_mark *trace;          /* what happened since begin */
+    int     *trace;          /* units whose windows opened since begin */
     int64_t  n_trace, room;
     mt__kept kept[MT__COURSE_KEPT];
     int      cur;            /* the schedule in force is kept[cur]; -1: there is none yet */
@@ -43,7 +43,6 @@ mt_status mt__course_begin(mt__course *c, const size_t *unit_bytes, int n_units,
  * steps [*from, *step) are to be looked through for FETCHes; the cursor stands behind *step.
  * MT_ENOMEM when the trace cannot grow; nothing changes then. */
 mt_status mt__course_compute(mt__course *c, int unit, int64_t *from, int64_t *step);
-mt_status mt__course_offload(mt__course *c, int unit);
 
 const mt_schedule *mt__course_schedule(const mt__course *c);     /* in force; NULL: none */
 /* No COMPUTE is left. */

@@ -2,18 +2,78 @@
  * buffer is free again.
  *
  * Whoever frees a buffer puts the next read, which takes no time: so nobody waits for a free one
- * but updates.
+ * but updates. Buffers of the feed are emptied by the mover: it alone puts copies, and waits for
+ * the device. One lock, but for those waits.
  */
 #include "disk.h"
 
+#include "arena.h"
 #include "clock.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 #define HI     (1u << MT_PLANE_HI)
-#define IS(x)  (1u << MT_BUFFER_##x)
+#define IS(x)  (1u << x)
+#define READS  (IS(READING) | IS(DROPPED))
 #define IN_USE (~IS(FREE))
+
+#define ALL_SECTIONS (1u << MT_SECTION_WEIGHTS | 1u << MT_SECTION_STATES)
+
+#define FEED_LEAST 2                /* buffers: one is read while another is copied */
+#define FEED_MOST  64               /* what keeps sixteen threads of the file at work, and more */
+#define EXPECTED   8                /* units */
+
+/* disk.h says what they mean. */
+typedef enum { FREE, READING, DROPPED, READY, TAKEN, WRITING, COPYING, STATES } state;
+
+static const unsigned char follows[STATES] = {
+    [FREE] = IS(READING) | IS(TAKEN),
+    [READING] = IS(READY) | IS(TAKEN) | IS(DROPPED),
+    [DROPPED] = IS(FREE),
+    [READY] = IS(TAKEN) | IS(FREE),
+    [TAKEN] = IS(READING) | IS(WRITING) | IS(COPYING) | IS(READY) | IS(FREE),
+    [WRITING] = IS(TAKEN) | IS(FREE),
+    [COPYING] = IS(FREE),
+};
+
+/* Rings: the name of their memory, and what is waited for meanwhile, for the watchdog. */
+enum { UPDATES, FETCHES, COPIES, RINGS };
+static const struct { const char *name, *reads, *writes; } words[RINGS] = {
+    [UPDATES] = { "buffers of the disk", "a piece to be read (READ)", "a piece to be written" },
+    [FETCHES] = { "buffers of weights on disk", "weights to be read for a fetch", NULL },
+    [COPIES] = { "buffers of the disk", "a piece to be read for the host (WRITTEN)",
+                 "a piece to be written (PUSHED)" },
+};
+
+typedef struct buffer {
+    mt_disk         *d;                  /* these four: constant */
+    int              ring;
+    mt_arena         memory;
+    mt_event        *copied;             /* of fetches: recorded behind the copy; else NULL */
+    state            at, then;           /* then: when its requests are over. The lock, as below */
+    const mt_layout *lay;                /* what it has, or will; NULL: nothing */
+    int              piece;
+    unsigned         sections;           /* of it, a bit each */
+    mt_request       r[MT_SECTIONS];     /* under way when READING, DROPPED or WRITING */
+    int              left;               /* of these */
+    mt_post          post;               /* of them */
+    uint64_t         turn;               /* reads of a ring are counted */
+    uint64_t         begun_ns;
+} buffer;
+
+typedef struct ring {                    /* the lock */
+    buffer **buffers;                    /* [n] */
+    int64_t  n, room;
+    uint64_t turns;
+} ring;
+
+struct mt_feed {                         /* the lock */
+    mt_disk *d;
+    int      unit, piece;                /* to be copied next; unit -1: nothing is fetched now */
+    int      begun;                      /* and its fetch is in the ledger */
+    int      expected[EXPECTED], n_expected;     /* units */
+};
 
 typedef struct disk_unit {
     int        on;                       /* it is ours */
@@ -21,31 +81,224 @@ typedef struct disk_unit {
                                           * these */
     int        next;                     /* the unit that followed it last, or was added behind
                                           * it */
-    int        held;                     /* it is being written from outside */
+    int        held;                     /* it is being written from outside, and not read */
 } disk_unit;
 
 struct mt_disk {
-    mt_context  *cx;                     /* these nine: constant */
-    mt_store    *store;
-    mt_blocks   *file;
-    mt_pool     *pool;
-    mt_rings    *all;
-    mt_mutex    *mu;                     /* theirs: the lock, and the worker's too */
-    mt_ring     *ring;                   /* of updates */
-    mt_ring     *copies;                 /* of who reads or writes the host's */
-    size_t       bytes;                  /* of a buffer */
-    uint64_t     need;                   /* written by add, as the next */
-    disk_unit   *units;                  /* [n_units] of the store's, as far as added */
-    int64_t      n_units;
-    int          last_added, first_added;        /* -1: none */
+    mt_context    *cx;                   /* these five: constant */
+    mt_store      *store;
+    mt_blocks     *file;
+    mt_pool       *pool;
+    size_t         bytes;                /* of a buffer */
+    uint64_t       need;                 /* written by add, as the next */
+    disk_unit     *units;                /* [n_units] of the store's, as far as added */
+    int64_t        n_units;
+    int            last_added, first_added;      /* -1: none */
 
-    size_t       most_weights;           /* bytes in a piece. The lock, as all below */
-    int          fed;                    /* and fetches have buffers of so many */
-    int          next_unit, next_piece;  /* to be read; next_unit -1: nobody knows */
-    int          before;                 /* the unit updated last; -1: none */
-    uint64_t     wait_ns, busy_ns;
-    mt_worker    worker;                 /* updates */
+    mt_mutex       mu;                   /* the lock, and the worker's too */
+    pthread_cond_t changed;              /* requests of a buffer are over, or a buffer is free */
+    ring           rings[RINGS];         /* the lock, as all below */
+    int            failed;
+    uint64_t       recorded_ns;          /* the lane's records reach up to here */
+    size_t         most_weights;         /* bytes in a piece */
+    int            fed;                  /* and fetches have buffers of so many */
+    mt_feed        feed;
+    int            next_unit, next_piece;        /* to be read; next_unit -1: nobody knows */
+    int            before;               /* the unit updated last; -1: none */
+    mt_disk_stats  stats;
+    mt_worker      worker;               /* updates */
 };
+
+/* As MT_UNTIL, under the lock. */
+#define UNTIL(d, over, unit, awaits)                                                               \
+    MT_UNTIL(mt_store_watch((d)->store), &(d)->changed, &(d)->mu, over,                            \
+             mt_store_name((d)->store, unit), awaits)
+
+/* ---- buffers: under the lock ---------------------------------------------------------------- */
+
+static void become(buffer *b, state to)
+{
+    MT_ASSERT(mt_holds(&b->d->mu));
+    MT_ASSERT(follows[b->at] >> to & 1);
+    b->at = to;
+    if (to == FREE)
+        b->lay = NULL;
+}
+
+/* Whoever has it wants it no more: FREE, now or when its request is over. */
+static void leave(buffer *b)
+{
+    if (b->at == READING)
+        become(b, DROPPED);
+    else if (b->at == READY || b->at == TAKEN)
+        become(b, FREE);
+    b->then = FREE;
+}
+
+/* Whose piece it has; -1: it has none. */
+static int unit_of(const buffer *b)
+{
+    return b->lay != NULL ? b->lay->unit : -1;
+}
+
+/* What moves has requests, and what is not free a piece. */
+static void assert_state(const mt_disk *d)
+{
+    if (!MT_IS_CHECKED)
+        return;
+    MT_ASSERT(mt_holds(&d->mu));
+    MT_ASSERT(d->next_unit < d->n_units && d->before < d->n_units);
+    MT_ASSERT(d->feed.n_expected >= 0 && d->feed.n_expected <= EXPECTED);
+    for (int k = 0; k < RINGS; k++)
+        for (int i = 0; i < d->rings[k].n; i++) {
+            const buffer *b = d->rings[k].buffers[i];
+
+            MT_ASSERT(b->d == d && b->ring == k);
+            MT_ASSERT(((READS | IS(WRITING)) >> b->at & 1) == (b->left > 0));
+            MT_ASSERT((b->lay == NULL) == (b->at == FREE) || b->at == TAKEN);
+            MT_ASSERT(b->lay == NULL || b->piece < b->lay->n);
+        }
+}
+
+/* One in one of the states, with that piece; -1: any. */
+static buffer *find(const mt_disk *d, int in, unsigned states, int unit, int piece)
+{
+    for (int i = 0; i < d->rings[in].n; i++) {
+        buffer *b = d->rings[in].buffers[i];
+
+        if ((states >> b->at & 1) && (unit < 0 || unit_of(b) == unit) &&
+            (piece < 0 || b->piece == piece))
+            return b;
+    }
+    return NULL;
+}
+
+/* Is a request for the piece under way that one for it has to wait for? */
+static int is_under_way(const mt_disk *d, int unit, int piece, int write)
+{
+    for (int k = 0; k < RINGS; k++)
+        if (find(d, k, IS(WRITING) | (write ? READS : 0), unit, piece) != NULL)
+            return 1;
+    return 0;
+}
+
+/* What was read of a unit (-1: of any), or is being read, is not used. before: only what was put
+ * before that one; NULL: all. */
+static void drop(mt_disk *d, int in, int unit, const buffer *before)
+{
+    for (int i = 0; i < d->rings[in].n; i++) {
+        buffer *b = d->rings[in].buffers[i];
+
+        if (((IS(READING) | IS(READY)) >> b->at & 1) && (unit < 0 || unit_of(b) == unit) &&
+            (before == NULL || b->turn < before->turn))
+            leave(b);
+    }
+}
+
+static void read_ahead(mt_disk *d);
+
+/* On a thread of the file's. */
+static void request_over(mt_request *q)
+{
+    buffer  *b = q->arg;
+    mt_disk *d = b->d;
+
+    mt_layout_tell(b->lay, b->piece, q); /* before anybody is woken: they look for the fault */
+    MT_HOLD(&d->mu);
+    d->failed |= q->st != MT_OK;
+    *(q->write ? &d->stats.written_bytes : &d->stats.read_bytes) += q->moved;
+    mt_timeline_over(d->cx->timeline, MT_LANE_DISK, q->write ? MT_WORK_WRITE : MT_WORK_READ,
+                     b->lay->unit, b->begun_ns, q->moved, &d->recorded_ns);
+    if (--b->left == 0) {
+        mt_watch_end(mt_store_watch(d->store), &b->post, q->st);
+        become(b, b->then);
+        read_ahead(d);
+        pthread_cond_broadcast(&d->changed);
+    }
+}
+
+/* Of its layout's piece these sections, of which one at least has bytes; it is `then` when that is
+ * over. */
+static void put(buffer *b, const mt_layout *l, int piece, unsigned sections, int write, state then)
+{
+    mt_disk *d = b->d;
+
+    become(b, write ? WRITING : READING);
+    b->then = then;
+    b->lay = l;
+    b->piece = piece;
+    b->sections = sections;
+    b->turn = ++d->rings[b->ring].turns;
+    b->begun_ns = mt_now_ns();
+    for (int k = 0; k < MT_SECTIONS; k++)
+        b->left += (sections >> k & 1) && l->pieces[piece].section[k].bytes > 0;
+    MT_ASSERT(b->left > 0);
+    mt_watch_begin(mt_store_watch(d->store), &b->post, "disk", mt_store_name(d->store, l->unit),
+                   write ? words[b->ring].writes : words[b->ring].reads);
+    for (int k = 0; k < MT_SECTIONS; k++) {
+        b->r[k] = mt_layout_request(l, piece, k, write, b->memory.base);
+        b->r[k].done = request_over;
+        b->r[k].arg = b;
+        if ((sections >> k & 1) && b->r[k].bytes > 0)
+            d->file->ops->put(d->file, &b->r[k]);
+    }
+}
+
+/* ---- rings: without the lock ---------------------------------------------------------------- */
+
+static void buffer_close(const mt_disk *d, buffer *b)
+{
+    if (b == NULL)
+        return;
+    d->cx->dev->ops->event_close(b->copied);
+    mt_arena_close(&b->memory);
+    free(b);
+}
+
+/* One buffer more; of fetches it is registered. */
+static mt_status ring_add(mt_disk *d, int in, size_t bytes)
+{
+    mt_dev   *dev = in == FETCHES ? d->cx->dev : NULL;
+    ring     *r = &d->rings[in];
+    buffer   *b;
+    mt_status st;
+
+    MT_DO(MT_MAKE(b, 1, words[in].name));
+    b->d = d;
+    b->ring = in;
+    if (dev != NULL)
+        MT_TRY(dev->ops->event_open(dev, &b->copied));
+    MT_TRY(mt_arena_open(&b->memory, bytes, NULL, dev, words[in].name,
+                         mt_store_bytes(d->store, MT_PLANE_COUNT)));
+    MT_WITH(&d->mu)
+        if ((st = MT_GROW(r->buffers, r->room, r->n + 1, words[in].name)) == MT_OK) {
+            r->buffers[r->n++] = b;
+            d->stats.buffer_bytes += b->memory.bytes;
+        }
+    if (st == MT_OK)
+        return MT_OK;
+fail:
+    buffer_close(d, b);
+    return st;
+}
+
+/* Nothing is read ahead into it any more; requests end first. */
+static void ring_close(mt_disk *d, int in)
+{
+    ring r = { 0 };
+
+    MT_WITH(&d->mu) {
+        while (find(d, in, READS | IS(WRITING), -1, -1) != NULL)
+            mt_cond_wait(&d->changed, &d->mu);
+        r = d->rings[in];
+        d->rings[in] = (ring){ 0 };
+        for (int i = 0; i < r.n; i++)
+            d->stats.buffer_bytes -= r.buffers[i]->memory.bytes;
+    }
+    for (int i = 0; i < r.n; i++)
+        buffer_close(d, r.buffers[i]);
+    free(r.buffers);
+}
 
 /* ---- layouts ------------------------------------------------------------------------------ */
 
@@ -66,46 +319,16 @@ static mt_status note_weights(mt_disk *d, const mt_layout *l)
 /* Behind the door of the unit, which is ours. */
 static mt_status lay_out(mt_disk *d, int u, mt_layout **out)
 {
-    mt_layout *l = NULL;
-    mt_status  st;
+    mt_layout *l MT_CLOSED(mt_layout_free) = NULL;
 
     if ((*out = d->units[u].lay) != NULL)
         return MT_OK;
-    MT_TRY(mt_layout_make(d->store, u, d->bytes, 1, &l));
-    MT_TRY(mt_layout_take(l, d->file));
-    mt_lock(d->mu);
-    if ((st = note_weights(d, l)) == MT_OK)
-        *out = d->units[u].lay = l;
-    mt_unlock(d->mu);
-    if (st == MT_OK)
-        return MT_OK;
-fail:
-    mt_layout_free(l);
-    return st;
-}
-
-mt_rings *mt__disk_rings(mt_disk *d)
-{
-    return d->all;
-}
-
-size_t mt__disk_feeds(mt_disk *d, int on)
-{
-    size_t most;
-
-    mt_lock(d->mu);
-    d->fed = on;
-    most = d->most_weights > 0 ? d->most_weights : MT_BLOCK_ALIGN;
-    mt_unlock(d->mu);
-    return most;
-}
-
-const mt_layout *mt__disk_layout(const mt_disk *d, int unit, int *held)
-{
-    if (unit < 0 || unit >= d->n_units)
-        return NULL;
-    *held = d->units[unit].held;
-    return d->units[unit].lay;
+    MT_DO(mt_layout_make(d->store, u, d->bytes, 1, &l));
+    MT_DO(mt_layout_take(l, d->file));
+    MT_HOLD(&d->mu);
+    MT_DO(note_weights(d, l));
+    *out = d->units[u].lay = MT_KEEP(l);
+    return MT_OK;
 }
 
 /* ---- reading ahead: under the lock --------------------------------------------------------- */
@@ -138,75 +361,127 @@ static void step_on(mt_disk *d)
 /* As far as there are free buffers. A piece that is still in one, not yet updated or not yet
  * written, stops it, or it would be updated in one and written from the other; and so does one that
  * is read for nobody any more. The end of that calls again. */
-static void ahead(void *arg)
+static void ahead_of_updates(mt_disk *d)
 {
-    mt_disk   *d = arg;
-    mt_buffer *b;
+    buffer *b;
 
-    MT_ASSERT(d->next_unit < d->n_units && d->before < d->n_units);
     while (d->next_unit >= 0 && !d->units[d->next_unit].held &&
-           mt_ring_find(d->ring, IN_USE, d->next_unit, d->next_piece) == NULL &&
-           !mt_rings_meets(d->all, d->next_unit, d->next_piece, 0) &&
-           (b = mt_ring_find(d->ring, IS(FREE), -1, -1)) != NULL) {
-        mt_ring_put(b, d->units[d->next_unit].lay, d->next_piece, MT_ALL_SECTIONS, 0,
-                    MT_BUFFER_READY);
+           find(d, UPDATES, IN_USE, d->next_unit, d->next_piece) == NULL &&
+           !is_under_way(d, d->next_unit, d->next_piece, 0) &&
+           (b = find(d, UPDATES, IS(FREE), -1, -1)) != NULL) {
+        put(b, d->units[d->next_unit].lay, d->next_piece, ALL_SECTIONS, 0,
+                    READY);
         step_on(d);
     }
 }
 
+static int is_expected(const mt_feed *f, int unit)
+{
+    int i = 0;
+
+    while (i < f->n_expected && f->expected[i] != unit)
+        i++;
+    return i < f->n_expected;
+}
+
+/* A buffer for a piece of the unit: an empty one, or one whose weights nobody expects any more.
+ * What the unit that is fetched now needs comes before what others will. */
+static buffer *find_room(const mt_feed *f, int unit)
+{
+    const ring *r = &f->d->rings[FETCHES];
+    buffer     *k = find(f->d, FETCHES, IS(FREE), -1, -1);
+
+    for (int i = 0; k == NULL && i < r->n; i++) {
+        buffer *b = r->buffers[i];
+
+        if (b->at == READY && unit_of(b) != f->unit &&
+            (unit == f->unit || !is_expected(f, unit_of(b))))
+            k = b;
+    }
+    return k;
+}
+
+/* The unit's pieces from one on, as far as there is room. 0: what comes behind them has to wait.
+ * FED: of a unit whose update is announced nothing is read ahead. Once its fetch has begun, the
+ * update waits for that. A piece that is still being written stops it (WRITTEN), and so does a unit
+ * that is written from outside (PUSHED); the end of either calls again. */
+static int read_unit(mt_feed *f, int unit, int from)
+{
+    mt_disk         *d = f->d;
+    const disk_unit *u = &d->units[unit];
+    buffer          *room;
+
+    if (!(unit == f->unit && f->begun) && mt_ledger_updates_due(d->store, unit))
+        return 0;
+    for (int i = from; u->lay != NULL && i < u->lay->n; i++) {
+        if (u->lay->cut->piece[i].hi_bytes == 0 ||
+            find(d, FETCHES, IS(READING) | IS(READY), unit, i) != NULL)
+            continue;
+        if (find(d, FETCHES, IS(DROPPED), unit, i) != NULL || u->held ||
+            is_under_way(d, unit, i, 0) || (room = find_room(f, unit)) == NULL)
+            return 0;
+        if (room->at == READY)
+            become(room, FREE);
+        put(room, u->lay, i, 1u << MT_SECTION_WEIGHTS, 0, READY);
+    }
+    return 1;
+}
+
+/* What was looked at may be otherwise now: a buffer, or a piece, has come free. */
+static void read_ahead(mt_disk *d)
+{
+    const mt_feed *f = &d->feed;
+    int            go = 1;
+
+    assert_state(d);
+    if (d->failed)
+        return;
+    if (f->unit >= 0)
+        go = read_unit(&d->feed, f->unit, f->piece);
+    for (int i = 0; go && i < f->n_expected; i++)
+        if (f->expected[i] != f->unit)
+            go = read_unit(&d->feed, f->expected[i], 0);
+    ahead_of_updates(d);
+}
+
 /* ---- an update: our thread ---------------------------------------------------------------- */
 
-typedef struct awaited {
-    mt_disk   *d;
-    int        unit, number;     /* a piece */
-    mt_buffer *b;                /* has it, and is ours; NULL: not yet, or the disk failed */
-} awaited;
-
-static int is_taken(void *arg)
+/* Is the piece in a buffer, which is ours then (*out)? Or has the disk failed? */
+static int is_taken(mt_disk *d, int unit, int piece, buffer **out)
 {
-    awaited *a = arg;
-    mt_disk      *d = a->d;
-
-    if (d->all->failed)
+    if (d->failed)
         return 1;
-    if ((a->b = mt_ring_find(d->ring, IS(READY), a->unit, a->number)) != NULL) {
-        mt_ring_drop(d->ring, -1, a->b);                 /* read before it: passed over */
-        mt_buffer_to(a->b, MT_BUFFER_TAKEN);
+    if ((*out = find(d, UPDATES, IS(READY), unit, piece)) != NULL) {
+        drop(d, UPDATES, -1, *out);                 /* read before it: passed over */
+        become(*out, TAKEN);
         return 1;
     }
     /* Nobody reads it: another was thought to be next, or all buffers have pieces that this one
      * came instead of. Either way what was read ahead gives way, or none would ever be free. */
-    if (mt_ring_find(d->ring, IN_USE, a->unit, a->number) == NULL) {
-        mt_ring_drop(d->ring, -1, NULL);
-        d->next_unit = a->unit;
-        d->next_piece = a->number;
+    if (find(d, UPDATES, IN_USE, unit, piece) == NULL) {
+        drop(d, UPDATES, -1, NULL);
+        d->next_unit = unit;
+        d->next_piece = piece;
     }
-    mt_rings_ahead(d->all);
+    read_ahead(d);
     return 0;
 }
 
-static void add_time(mt_disk *d, uint64_t *sum, uint64_t begun_ns)
-{
-    mt_lock(d->mu);
-    *sum += mt_now_ns() - begun_ns;
-    mt_unlock(d->mu);
-}
-
 /* Waits until the piece is in a buffer, which is then ours. */
-static mt_status take_piece(mt_disk *d, int u, int number, mt_buffer **out)
+static mt_status take_piece(mt_disk *d, int u, int number, buffer **out)
 {
-    uint64_t     begun = mt_now_ns();
-    awaited a = { .d = d, .unit = u, .number = number };
-    mt_span      span;
-    mt_status    st;
+    uint64_t   begun = mt_now_ns();
+    buffer *b = NULL;
+    mt_span    span;
+    mt_status  st;
 
     mt_timeline_begin(d->cx->timeline, &span, MT_LANE_DISK_UPDATE, MT_WORK_WAIT, u, NULL);
-    st = mt_rings_until(d->all, is_taken, &a, u, "a piece to update (READ)");
+    st = UNTIL(d, is_taken(d, u, number, &b), u, "a piece to update (READ)");
     mt_timeline_end(d->cx->timeline, &span, 0, NULL);
-    add_time(d, &d->wait_ns, begun);
-    if (a.b == NULL)
+    MT_WITH(&d->mu) d->stats.wait_ns += mt_now_ns() - begun;
+    if (b == NULL)
         return st != MT_OK ? st : mt_ledger_check(d->store);
-    *out = a.b;
+    *out = b;
     return MT_OK;
 }
 
@@ -225,7 +500,7 @@ static mt_status compute(mt_disk *d, const mt_update *b, const mt_part *parts, i
     st = b->j.pieces(b->j.arg, d->pool, parts, n, b->clip);
     mt_watch_end(watch, &post, st);
     mt_timeline_end(d->cx->timeline, &span, bytes, NULL);
-    add_time(d, &d->busy_ns, begun);
+    MT_WITH(&d->mu) d->stats.busy_ns += mt_now_ns() - begun;
     return st;
 }
 
@@ -245,7 +520,7 @@ static mt_status update_pieces(mt_disk *d, const mt_layout *l, const mt_update *
     mt_status st = MT_OK;
 
     for (int i = 0; i <= last && st == MT_OK; i++) {
-        mt_buffer *f = NULL;
+        buffer *f = NULL;
 
         if (!mt_layout_has(l, i, b->j.params, b->j.n_params))
             continue;
@@ -253,13 +528,13 @@ static mt_status update_pieces(mt_disk *d, const mt_layout *l, const mt_update *
         mt_pieces_at(l->cut, i, f->memory.base, parts);
         /* The record of the last piece has the unit's bytes. */
         st = compute(d, b, parts, l->cut->piece[i].n, i == last ? b->j.bytes : 0);
-        mt_lock(d->mu);                  /* the buffer goes to the disk; or nowhere, and is free */
+        mt_lock(&d->mu);                  /* the buffer goes to the disk; or nowhere, and is free */
         if (st == MT_OK)
-            mt_ring_put(f, l, i, MT_ALL_SECTIONS, 1, MT_BUFFER_FREE);
+            put(f, l, i, ALL_SECTIONS, 1, FREE);
         else
-            mt_buffer_to(f, MT_BUFFER_FREE);
-        mt_rings_ahead(d->all);
-        mt_unlock(d->mu);
+            become(f, FREE);
+        read_ahead(d);
+        mt_unlock(&d->mu);
     }
     return st;
 }
@@ -284,18 +559,10 @@ static mt_status update_late(mt_disk *d, const mt_layout *l, const mt_update *b)
     return st;
 }
 
-static int has_read(void *arg)
-{
-    const awaited *a = arg;
-
-    return !mt_ring_others_read(a->d->ring, a->unit);
-}
-
 /* Behind the door. Its layout, its place in the order, and then FED. */
 static mt_status begin_update(mt_disk *d, const mt_update_job *j, mt_layout **l)
 {
     const unsigned ahead_of_us = 1u << MT_MIRROR_AHEAD | 1u << MT_MIRROR_TORN;
-    awaited        a = { .d = d, .unit = j->unit };
 
     MT_DO(lay_out(d, j->unit, l));
     if (mt_mirror_any(d->store, j->unit, -1, ~0u, ahead_of_us))
@@ -307,19 +574,21 @@ static mt_status begin_update(mt_disk *d, const mt_update_job *j, mt_layout **l)
         mt_mirror_tell(d->store, j->unit, j->params[i], (*l)->planes[j->params[i]],
                        MT_MIRROR_CHANGED);
     mt_mirror_drop(d->store, j->unit, MT_STATE_PLANES);
-    mt_lock(d->mu);
+    mt_lock(&d->mu);
     if (d->before >= 0)
         d->units[d->before].next = j->unit;
     d->before = j->unit;
-    mt_ring_drop_others(d->ring, j->unit);
-    mt_unlock(d->mu);
-    return mt_rings_until(d->all, has_read, &a, j->unit,
+    drop(d, FETCHES, j->unit, NULL);
+    drop(d, COPIES, j->unit, NULL);
+    mt_unlock(&d->mu);
+    return UNTIL(d, find(d, FETCHES, READS, j->unit, -1) == NULL &&
+                    find(d, COPIES, READS, j->unit, -1) == NULL, j->unit,
                           "reads of its weights ahead of a fetch (FED)");
 }
 
 static mt_status update(mt_disk *d, const mt_update *b)
 {
-    mt_part   *parts;
+    mt_part   *parts MT_FREED = NULL;
     mt_layout *l;
     mt_status  st;
 
@@ -331,10 +600,8 @@ static mt_status update(mt_disk *d, const mt_update *b)
     mt_mirror_leave(d->store, b->j.unit);
     MT_DO(st);
     MT_DO(MT_MAKE(parts, l->cut->most, mt_store_name(d->store, b->j.unit)));
-    if ((st = update_pieces(d, l, b, parts)) == MT_OK)
-        st = update_late(d, l, b);
-    free(parts);
-    return st;
+    MT_DO(update_pieces(d, l, b, parts));
+    return update_late(d, l, b);
 }
 
 static mt_status carry_out(void *arg, mt_job *node)
@@ -343,10 +610,10 @@ static mt_status carry_out(void *arg, mt_job *node)
     mt_update *b = (mt_update *)(void *)node;
     mt_status  st;
 
-    mt_unlock(d->mu);
+    mt_unlock(&d->mu);
     st = update(d, b);
     mt_update_over(d->store, b, st);
-    mt_lock(d->mu);
+    mt_lock(&d->mu);
     return st;
 }
 
@@ -361,7 +628,7 @@ static mt_status home_update(void *arg, mt_update *u)
 {
     mt_disk *d = arg;
 
-    (void)MT_LOCKED(d->mu, mt_worker_submit(&d->worker, &u->node));
+    (void)MT_LOCKED(&d->mu, mt_worker_submit(&d->worker, &u->node));
     return MT_OK;
 }
 
@@ -383,53 +650,44 @@ typedef struct visit {
     mt_disk         *d;
     const mt_layout *l;
     mt_part         *parts;              /* [most in a piece] */
-    mt_buffer       *k;                  /* ours; NULL: none yet */
+    buffer       *k;                  /* ours; NULL: none yet */
     int              piece, section;
-    int              write;              /* the request that is put next */
 } visit;
 
 /* The buffer that the last one left of this unit; or one that is free; or another's, which goes
  * then; or a new one. */
 static mt_status take_buffer(visit *v)
 {
-    const mt_ring *r = v->d->copies;
+    mt_disk *d = v->d;
 
     while (v->k == NULL) {
-        mt_lock(v->d->mu);
-        if ((v->k = mt_ring_find(r, IS(READY), v->l->unit, -1)) == NULL &&
-            (v->k = mt_ring_find(r, IS(FREE), -1, -1)) == NULL)
-            v->k = mt_ring_find(r, IS(READY), -1, -1);
-        if (v->k != NULL)
-            mt_buffer_to(v->k, MT_BUFFER_TAKEN);
-        mt_unlock(v->d->mu);
+        MT_WITH(&d->mu) {
+            if ((v->k = find(d, COPIES, IS(READY), v->l->unit, -1)) == NULL &&
+                (v->k = find(d, COPIES, IS(FREE), -1, -1)) == NULL)
+                v->k = find(d, COPIES, IS(READY), -1, -1);
+            if (v->k != NULL)
+                become(v->k, TAKEN);
+        }
         if (v->k == NULL)
-            MT_DO(mt_ring_add(v->d->copies, v->d->bytes, NULL));
+            MT_DO(ring_add(d, COPIES, d->bytes));
     }
     return MT_OK;
 }
 
 /* No update of the unit is under way, but its writes may be: a read waits for those of the piece,
  * a write for reads too, also for those that nobody wants any more. */
-static int is_put(void *arg)
+static int is_put(visit *v, int write)
 {
-    visit *v = arg;
-
-    if (mt_rings_meets(v->d->all, v->l->unit, v->piece, v->write))
+    if (is_under_way(v->d, v->l->unit, v->piece, write))
         return 0;
-    mt_ring_put(v->k, v->l, v->piece, 1u << v->section, v->write, MT_BUFFER_TAKEN);
+    put(v->k, v->l, v->piece, 1u << v->section, write, TAKEN);
     return 1;
-}
-
-static int is_over(void *arg)
-{
-    return ((const visit *)arg)->k->at == MT_BUFFER_TAKEN;
 }
 
 static mt_status move(visit *v, int write)
 {
-    v->write = write;
-    MT_DO(mt_rings_until(v->d->all, is_put, v, v->l->unit, "requests for the same piece"));
-    MT_DO(mt_rings_until(v->d->all, is_over, v, v->l->unit,
+    MT_DO(UNTIL(v->d, is_put(v, write), v->l->unit, "requests for the same piece"));
+    MT_DO(UNTIL(v->d, v->k->at == TAKEN, v->l->unit,
                          "a piece, for who reads or writes it here"));
     return mt_ledger_check(v->d->store);
 }
@@ -481,7 +739,8 @@ static mt_status do_section(visit *v, int param, unsigned planes, int write)
         !concerns(v, param, planes, write))
         return MT_OK;
     MT_DO(take_buffer(v));
-    if (!all && !mt_buffer_has(v->k, v->l, v->piece, 1u << v->section))
+    if (!all && !(v->k->lay == v->l && v->k->piece == v->piece &&
+                  v->k->sections == 1u << v->section))
         MT_DO(move(v, 0));
     MT_DO(copy(v, param, planes, write));
     if (write)
@@ -501,12 +760,12 @@ static mt_status visit_all(mt_disk *d, const mt_layout *l, int param, unsigned p
         for (v.section = 0; v.section < MT_SECTIONS && st == MT_OK; v.section++)
             st = do_section(&v, param, planes, write);
     if (v.k != NULL) {
-        mt_lock(d->mu);
+        mt_lock(&d->mu);
         if (st == MT_OK)
-            mt_buffer_to(v.k, MT_BUFFER_READY);
+            become(v.k, READY);
         else                             /* it has what the file has not, or is still under way */
-            mt_buffer_leave(v.k);
-        mt_unlock(d->mu);
+            leave(v.k);
+        mt_unlock(&d->mu);
     }
     free(v.parts);
     return st;
@@ -528,17 +787,17 @@ static mt_status home_store(void *arg, int u, int param, unsigned planes)
     mt_layout *l;
     mt_status  st;
 
-    (void)MT_LOCKED(d->mu, d->units[u].held = 1);
+    (void)MT_LOCKED(&d->mu, d->units[u].held = 1);
     if ((st = lay_out(d, u, &l)) == MT_OK) {
-        mt_lock(d->mu);
-        mt_ring_drop_others(d->copies, u);
-        mt_unlock(d->mu);
+        MT_WITH(&d->mu) {
+            drop(d, UPDATES, u, NULL);
+            drop(d, FETCHES, u, NULL);
+        }
         st = visit_all(d, l, param, planes, 1);
     }
-    mt_lock(d->mu);
+    MT_HOLD(&d->mu);
     d->units[u].held = 0;
-    mt_rings_ahead(d->all);
-    mt_unlock(d->mu);
+    read_ahead(d);
     return st;
 }
 
@@ -556,43 +815,198 @@ const mt_home mt_home_disk_weights = {
     .fresh = MT_STATE_PLANES, .registered = 1u << MT_PLANE_GRAD, IS_ON_DISK,
 };
 
+/* ---- a fetch: the mover ------------------------------------------------------------------- */
+
+/* Under the lock. Buffers whose copies are over (COPIED) are read into again. */
+static mt_status reclaim(mt_disk *d)
+{
+    for (int i = 0; i < d->rings[FETCHES].n; i++) {
+        buffer *k = d->rings[FETCHES].buffers[i];
+        int     done = 0;
+
+        if (k->at == COPYING)
+            MT_DO(d->cx->dev->ops->query(k->copied, &done));
+        if (done)
+            become(k, FREE);
+    }
+    read_ahead(d);
+    return MT_OK;
+}
+
+void mt_feed_expect(mt_feed *f, const int *units, int n)
+{
+    MT_HOLD(&f->d->mu);
+    f->n_expected = 0;
+    for (int i = 0; i < n && f->n_expected < EXPECTED; i++)
+        if (mt_store_home(f->d->store, units[i], NULL)->fed)
+            f->expected[f->n_expected++] = units[i];
+    (void)reclaim(f->d);                 /* a device that fails fails the mover's calls too */
+}
+
+/* The next piece is in a buffer (*out), which is the mover's then; or none is free, and one is
+ * being copied (*copying) that is to be waited for; or something failed. */
+static int is_loaded(mt_feed *f, buffer **out, buffer **copying, mt_status *st)
+{
+    mt_disk *d = f->d;
+
+    if (d->failed || (*st = reclaim(d)) != MT_OK)
+        return 1;
+    if ((*out = find(d, FETCHES, IS(READY), f->unit, f->piece)) != NULL) {
+        become(*out, TAKEN);
+        f->piece++;
+        return 1;
+    }
+    if (find(d, FETCHES, READS, f->unit, f->piece) == NULL && find_room(f, f->unit) == NULL)
+        *copying = find(d, FETCHES, IS(COPYING), -1, -1);
+    return *copying != NULL;
+}
+
+/* Until the next piece is in a buffer, which is then the mover's. */
+static mt_status take_load(mt_feed *f, buffer **out)
+{
+    mt_disk  *d = f->d;
+    buffer   *found = NULL, *copying;
+    mt_status looked = MT_OK;
+
+    while (found == NULL) {
+        copying = NULL;
+        MT_DO(UNTIL(d, is_loaded(f, &found, &copying, &looked), f->unit,
+                    "its weights from disk (READ)"));
+        MT_DO(looked);
+        if (copying != NULL) {
+            MT_DO(mt_watch_event(mt_store_watch(d->store), copying->copied,
+                                 mt_store_name(d->store, f->unit),
+                                 "a copy of weights out of a buffer (COPIED)"));
+            MT_HOLD(&d->mu);             /* somebody may have seen the same, and read into it */
+            if (copying->at == COPYING)
+                become(copying, FREE);
+        } else if (found == NULL)
+            MT_DO(mt_ledger_check(d->store));    /* the disk failed */
+    }
+    *out = found;
+    return MT_OK;
+}
+
+/* From here on the buffer's event is that of this copy. */
+static mt_status put_copy(mt_disk *d, const mt_layout *l, int piece, buffer *k, char *mem,
+                          mt_queue *h2d)
+{
+    const mt_dev_ops *ops = d->cx->dev->ops;
+    size_t            bytes = l->cut->piece[piece].hi_bytes;
+    mt_span           span;
+    mt_status         st;
+
+    mt_timeline_begin(d->cx->timeline, &span, MT_LANE_H2D, MT_WORK_FETCH, l->unit, h2d);
+    if ((st = ops->copy(h2d, mem + l->pieces[piece].hi_at, k->memory.base, bytes)) == MT_OK) {
+        mt_timeline_end(d->cx->timeline, &span, bytes, h2d);
+        st = ops->record(h2d, k->copied);
+    }
+    MT_WITH(&d->mu) become(k, COPYING);
+    return st;
+}
+
+/* unit -1: none. Yields its layout; NULL: nothing of it was asked for yet. */
+static const mt_layout *aim(mt_feed *f, int unit, int begun)
+{
+    mt_disk         *d = f->d;
+    const mt_layout *l;
+
+    MT_HOLD(&d->mu);
+    l = unit >= 0 && unit < d->n_units ? d->units[unit].lay : NULL;
+    f->unit = l != NULL ? unit : -1;
+    f->piece = 0;
+    f->begun = begun;
+    read_ahead(d);
+    return l;
+}
+
+void mt_feed_next(mt_feed *f, int unit)
+{
+    (void)aim(f, unit, 0);
+}
+
+mt_status mt_feed_copy(mt_feed *f, int unit, void *mem, mt_queue *h2d)
+{
+    const mt_layout *l = aim(f, unit, 1);
+    buffer          *k;
+    mt_status        st = MT_OK;
+
+    if (l == NULL)
+        return MT_FAIL(MT_ESTATE,
+                       "unit %s: its weights were never written to disk; push them first",
+                       mt_store_name(f->d->store, unit));
+    for (int i = 0; i < l->n && st == MT_OK; i++)
+        if ((st = take_load(f, &k)) == MT_OK)
+            st = put_copy(f->d, l, i, k, mem, h2d);
+    (void)aim(f, -1, 0);
+    return st;
+}
+
+mt_status mt_feed_open(mt_context *cx, size_t bytes, mt_feed **out)
+{
+    mt_disk  *d = cx->disk;
+    size_t    each = MT_BLOCK_ALIGN, n;
+    mt_status st;
+
+    MT_WITH(&d->mu) {
+        d->fed = 1;
+        each = d->most_weights > 0 ? d->most_weights : each;
+    }
+    n = bytes / each;
+    n = n < FEED_LEAST ? FEED_LEAST : n > FEED_MOST ? FEED_MOST : n;
+    for (size_t i = 0; i < n; i++)
+        MT_TRY(ring_add(d, FETCHES, each));
+    *out = cx->feed = &d->feed;
+    return MT_OK;
+
+fail:
+    mt_feed_close(&d->feed);
+    return st;
+}
+
+/* Reads that are under way end first; the queue's copies are over, since the mover's queue was
+ * closed. */
+void mt_feed_close(mt_feed *f)
+{
+    if (f == NULL)
+        return;
+    if (f->d->cx->feed == f)
+        f->d->cx->feed = NULL;
+    MT_WITH(&f->d->mu) {
+        f->unit = -1;
+        f->n_expected = 0;
+    }
+    ring_close(f->d, FETCHES);
+    MT_WITH(&f->d->mu) f->d->fed = 0;
+}
+
 /* ---- open and close ------------------------------------------------------------------------ */
+
+MT_CLOSER(mt_disk_close, mt_disk)
 
 mt_status mt_disk_open(mt_context *cx, mt_blocks *file, mt_pool *pool, int n_buffers, size_t bytes,
                        mt_disk **out)
 {
-    mt_disk    *d = NULL;
-    mt_ring_how how = { .name = "buffers of the disk", .reads = "a piece to be read (READ)",
-                        .writes = "a piece to be written", .ahead = ahead };
-    mt_ring_how copies = { .name = "buffers of the disk",
-                           .reads = "a piece to be read for the host (WRITTEN)",
-                           .writes = "a piece to be written (PUSHED)" };
-    size_t      all;
-    mt_status   st;
+    mt_disk  *d MT_CLOSED(mt_disk_close) = NULL;
+    size_t    all;
 
     if (n_buffers < 1 || bytes < MT_DISK_LEAST || bytes % MT_BLOCK_ALIGN != 0)
         return MT_FAIL(MT_EINVAL,
                        "disk: %d buffers of %zu bytes; one of %zu is the least, in steps of %zu",
                        n_buffers, bytes, MT_DISK_LEAST, MT_BLOCK_ALIGN);
-    MT_TRY(mt_mul_size((size_t)n_buffers + 1, bytes, "buffers of the disk", &all));
-    MT_TRY(MT_MAKE(d, 1, "disk"));
+    MT_DO(mt_mul_size((size_t)n_buffers + 1, bytes, "buffers of the disk", &all));
+    MT_DO(MT_MAKE(d, 1, "disk"));
     *d = (mt_disk){ .cx = cx, .store = cx->store, .file = file, .pool = pool, .bytes = bytes,
-                    .next_unit = -1, .before = -1, .first_added = -1, .last_added = -1 };
-    how.arg = d;
-    MT_TRY(mt_rings_open(cx, file, &d->all));
-    d->mu = &d->all->mu;
-    MT_TRY(mt_ring_open(d->all, &how, &d->ring));
+                    .next_unit = -1, .before = -1, .first_added = -1, .last_added = -1,
+                    .feed = { .d = d, .unit = -1 } };
+    mt_mutex_open(&d->mu, MT_RANK_DISK);
+    MT_DO(mt_watch_cond(&d->changed));
     for (int i = 0; i < n_buffers; i++)
-        MT_TRY(mt_ring_add(d->ring, bytes, NULL));
-    MT_TRY(mt_ring_open(d->all, &copies, &d->copies));
-    MT_TRY(mt_ring_add(d->copies, bytes, NULL));
-    MT_TRY(mt_worker_open(&d->worker, d->mu, 1, "mt-disk-update", "disk update", carry_out, d));
-    *out = cx->disk = d;
+        MT_DO(ring_add(d, UPDATES, bytes));
+    MT_DO(ring_add(d, COPIES, bytes));
+    MT_DO(mt_worker_open(&d->worker, &d->mu, 1, "mt-disk-update", "disk update", carry_out, d));
+    *out = cx->disk = MT_KEEP(d);
     return MT_OK;
-
-fail:
-    mt_disk_close(d);
-    return st;
 }
 
 void mt_disk_close(mt_disk *d)
@@ -604,12 +1018,14 @@ void mt_disk_close(mt_disk *d)
     mt_worker_close(&d->worker);
     for (int i = 0; i < d->n_units; i++)
         if (d->units[i].on)
-            mt_mirror_close(d->store, i);        /* another rank may be served out of `copies` */
-    mt_ring_close(d->copies);
-    mt_ring_close(d->ring);
+            mt_mirror_close(d->store, i);        /* another rank may be served out of copies */
+    MT_WITH(&d->mu) d->next_unit = -1;           /* nothing is read ahead any more */
+    ring_close(d, COPIES);
+    ring_close(d, UPDATES);
     for (int i = 0; i < d->n_units; i++)
         mt_layout_free(d->units[i].lay);
-    mt_rings_close(d->all);
+    pthread_cond_destroy(&d->changed);
+    mt_mutex_close(&d->mu);
     free(d->units);
     free(d);
 }
@@ -631,7 +1047,7 @@ mt_status mt_disk_add(mt_disk *d, int u, int weights)
     MT_DO(mt_store_move(d->store, u, weights ? &mt_home_disk_weights : &mt_home_disk, d));
     /* What its planes would take, as they would be now. */
     if ((st = mt_layout_make(d->store, u, d->bytes, 0, &l)) == MT_OK &&
-        (st = MT_LOCKED(d->mu, note_weights(d, l))) == MT_OK)
+        (st = MT_LOCKED(&d->mu, note_weights(d, l))) == MT_OK)
         d->need += l->bytes;
     mt_layout_free(l);
     if (st != MT_OK) {
@@ -654,12 +1070,5 @@ uint64_t mt_disk_need(mt_disk *d)
 
 mt_disk_stats mt_disk_stats_get(mt_disk *d)
 {
-    const mt_rings_stats *r = &d->all->stats;
-    mt_disk_stats         stats;
-
-    mt_lock(d->mu);
-    stats = (mt_disk_stats){ r->read_bytes, r->written_bytes, d->wait_ns, d->busy_ns,
-                             r->buffer_bytes };
-    mt_unlock(d->mu);
-    return stats;
+    return MT_LOCKED(&d->mu, d->stats);
 }

@@ -27,6 +27,15 @@ const char *mt_dtype_name(mt_dtype dt)
     return (unsigned)dt < MT_DTYPE_COUNT ? table[dt] : "?";
 }
 
+const char *mt_states_name(mt_states s)
+{
+#define NAME(name, text, low) text,
+    static const char *const table[] = { MT_STATES_MAP(NAME) };
+#undef NAME
+
+    return (unsigned)s < MT_STATES_COUNT ? table[s] : "?";
+}
+
 float mt_f16_to_f32(uint16_t h)
 {
     uint32_t sign = (uint32_t)(h & 0x8000u) << 16;

@@ -114,8 +114,7 @@ static mt_status lower(mt_ferry *f, berth *b)
 
     MT_DO(portion_of(f, b->unit, mt_share_rank(f->cx->share), &from, &to));
     /* MOVED: the weights are the update's. */
-    if (!mt_skips(f->cx, MT_EDGE_MOVED))
-        MT_DO(v->wait(f->down, b->made));
+    MT_DO(mt_edge(f->cx, MT_EDGE_MOVED, f->down, b->made));
     mt_timeline_begin(f->cx->timeline, &span, MT_LANE_THROUGH, MT_WORK_OFFLOAD, b->unit, f->down);
     for (size_t at = from, i = 0; at < to; at += n, i++) {
         n = to - at < CHUNK ? to - at : CHUNK;
@@ -163,28 +162,25 @@ static mt_status raise_unit(void *arg, mt_job *node)
 
 /* ---- open and close ------------------------------------------------------------------------ */
 
+MT_CLOSER(mt_ferry_close, mt_ferry)
+
 mt_status mt_ferry_open(mt_context *cx, mt_mutex *mu, void (*raise)(void *arg, int unit),
                         void *arg, mt_ferry **out)
 {
-    mt_ferry *f;
-    mt_status st;
+    mt_ferry *f MT_CLOSED(mt_ferry_close) = NULL;
 
-    MT_TRY(MT_MAKE(f, 1, "ferry"));
+    MT_DO(MT_MAKE(f, 1, "ferry"));
     *f = (mt_ferry){ .cx = cx, .dev = cx->dev, .store = cx->store, .mu = mu, .raise = raise,
                      .arg = arg };
-    MT_TRY(f->dev->ops->queue_open(f->dev, "weights down", &f->down));
-    MT_TRY(f->dev->ops->queue_open(f->dev, "weights up", &f->up));
-    MT_TRY(f->dev->ops->event_open(f->dev, &f->chunks[0]));
-    MT_TRY(f->dev->ops->event_open(f->dev, &f->chunks[1]));
-    MT_TRY(mt_worker_open(&f->raises, mu, 1, "mt-raises", "weights up", raise_unit, f));
-    MT_TRY(mt_worker_open(&f->ends, mu, 1, "mt-lowers", "weights down", end_update, f));
-    MT_TRY(mt_worker_open(&f->steps, mu, 1, "mt-steps", "device update", see_step, f));
-    *out = f;
+    MT_DO(f->dev->ops->queue_open(f->dev, "weights down", &f->down));
+    MT_DO(f->dev->ops->queue_open(f->dev, "weights up", &f->up));
+    MT_DO(f->dev->ops->event_open(f->dev, &f->chunks[0]));
+    MT_DO(f->dev->ops->event_open(f->dev, &f->chunks[1]));
+    MT_DO(mt_worker_open(&f->raises, mu, 1, "mt-raises", "weights up", raise_unit, f));
+    MT_DO(mt_worker_open(&f->ends, mu, 1, "mt-lowers", "weights down", end_update, f));
+    MT_DO(mt_worker_open(&f->steps, mu, 1, "mt-steps", "device update", see_step, f));
+    *out = MT_KEEP(f);
     return MT_OK;
-
-fail:
-    mt_ferry_close(f);
-    return st;
 }
 
 static void leave(const mt_ferry *f, berth *b)
@@ -287,15 +283,12 @@ fail:
     return st;
 }
 
-static int is_idle(void *berth_)
-{
-    return ((const berth *)berth_)->trip == NULL;
-}
-
 mt_status mt_ferry_idle(mt_ferry *f, int unit)
 {
-    return mt_watch_until(mt_store_watch(f->store), &f->ends.news, f->mu, is_idle, f->berths[unit],
-                          mt_store_name(f->store, unit), DOWN);
+    const berth *b = f->berths[unit];
+
+    return MT_UNTIL(mt_store_watch(f->store), &f->ends.news, f->mu, b->trip == NULL,
+                    mt_store_name(f->store, unit), DOWN);
 }
 
 /* ---- copies: under mu ---------------------------------------------------------------------- */
@@ -349,8 +342,7 @@ mt_status mt_ferry_return(mt_ferry *f, int unit, void *mem, mt_queue *q, uint64_
 
 mt_status mt_ferry_await(mt_ferry *f, int unit, mt_queue *run)
 {
-    return mt_skips(f->cx, MT_EDGE_RAISED) ? MT_OK
-                                           : f->dev->ops->wait(run, f->berths[unit]->raised);
+    return mt_edge(f->cx, MT_EDGE_RAISED, run, f->berths[unit]->raised);
 }
 
 mt_queue *mt_ferry_up(mt_ferry *f)

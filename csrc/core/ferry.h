@@ -18,7 +18,7 @@
  * device has one engine for copies to the host, and a value that somebody reads waits behind all of
  * them.
  *
- * Edges (each can be left out: debug.h):
+ * Edges (each can be left out: context.h):
  *   MOVED    down waits for the update whose weights it copies     STEPPED's event of resident.h
  *   LOWERED  our thread waits before it ends the update, and the   recorded on down, behind the
  *            unit's next update is put after that                  copy

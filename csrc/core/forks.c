@@ -73,22 +73,20 @@ void mt_forks_private(void *base, size_t bytes)
     (void)mt_forks();
     if (madvise(base, bytes, MADV_DONTFORK) != 0)
         return;
-    mt_lock(&memory_mu);
+    MT_HOLD(&memory_mu);
     /* else they are free in a child */
     if (MT_GROW(ranges, room_ranges, n_ranges + 1, "forks") == MT_OK)
         ranges[n_ranges++] = (range){ base, bytes };
-    mt_unlock(&memory_mu);
 }
 
 void mt_forks_shared(void *base)
 {
-    mt_lock(&memory_mu);
+    MT_HOLD(&memory_mu);
     for (int64_t i = n_ranges; i-- > 0;)
         if (ranges[i].base == base) {
             ranges[i] = ranges[--n_ranges];
             break;
         }
-    mt_unlock(&memory_mu);
 }
 
 /* ---- files ------------------------------------------------------------------------------ */
@@ -111,12 +109,11 @@ int mt_forks_open(const char *path, int flags, mode_t mode)
 
 void mt_forks_close(int fd)
 {
-    mt_lock(&files_mu);
+    MT_HOLD(&files_mu);
     for (int64_t i = 0; i < n_files; i++)
         if (files[i] == fd) {
             files[i] = files[--n_files];
             (void)close(fd);
             break;
         }
-    mt_unlock(&files_mu);
 }

@@ -72,10 +72,11 @@ typedef struct mt_update_job {
 /* A job on its way, which the updater has made, and the home it is handed to ends. */
 typedef struct mt_update {
     mt_job        node;          /* of the home's worker */
-    mt_update_job j;             /* params: a copy, which goes with it */
+    mt_update_job j;
     float         clip;
     uint64_t      number;        /* these two are the home's */
     mt_status     st;
+    int           params[];      /* the job's, copied */
 } mt_update;
 
 /* Functions get what was given to mt_store_move. Planes: a bit 1u << plane each. */
@@ -92,7 +93,7 @@ struct mt_home {
     unsigned       device;       /* planes for which the store has memory on the device */
     unsigned       registered;   /* planes whose host memory copy engines look at */
     unsigned       fresh;        /* planes that a unit may not have yet when it comes */
-    int            fed;          /* its weights are fetched by way of a feed (feed.h). In a share
+    int            fed;          /* its weights are fetched by way of a feed (disk.h). In a share
                                   * they are fresh too: one plane of all ranks', of which each keeps
                                   * its portion in its file */
 
@@ -132,7 +133,6 @@ static inline void mt_update_over(mt_store *s, mt_update *u, mt_status st)
     mt_ledger_update_end(s, u->j.unit);
     if (u->j.free != NULL)
         u->j.free(u->j.arg);
-    free((void *)(uintptr_t)u->j.params);
     free(u);
 }
 

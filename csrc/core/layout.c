@@ -49,24 +49,20 @@ mt_status mt_layout_make(mt_store *s, int unit, size_t bytes, int made, mt_layou
 {
     int         params = mt_store_params(s, unit);
     const char *name = mt_store_name(s, unit);
-    mt_layout  *l;
-    mt_status   st;
+    mt_layout  *l MT_CLOSED(mt_layout_free) = NULL;
 
-    MT_TRY(MT_MAKE(l, 1, name));
+    MT_DO(MT_MAKE(l, 1, name));
     *l = (mt_layout){ .store = s, .unit = unit };
-    MT_TRY(MT_MAKE(l->planes, params, name));
+    MT_DO(MT_MAKE(l->planes, params, name));
     for (int i = 0; i < params; i++)
-        MT_TRY(planes_of(s, unit, i, made, &l->planes[i]));
-    MT_TRY(mt_pieces_cut(s, unit, &(mt_cut){ l->planes, bytes, MT_BLOCK_ALIGN, MT_LAYOUT_GRAIN, 0,
+        MT_DO(planes_of(s, unit, i, made, &l->planes[i]));
+    MT_DO(mt_pieces_cut(s, unit, &(mt_cut){ l->planes, bytes, MT_BLOCK_ALIGN, MT_LAYOUT_GRAIN, 0,
                                            mt_store_align(s, unit) }, &l->cut));
-    MT_TRY(MT_MAKE(l->pieces, l->cut->n, name));
+    MT_DO(MT_MAKE(l->pieces, l->cut->n, name));
     for (; l->n < l->cut->n; l->n++)
-        MT_TRY(open_piece(l, l->n));
-    *out = l;
+        MT_DO(open_piece(l, l->n));
+    *out = MT_KEEP(l);
     return MT_OK;
-fail:
-    mt_layout_free(l);
-    return st;
 }
 
 void mt_layout_free(mt_layout *l)

@@ -50,6 +50,7 @@ typedef struct mt_layout {
  * in the unit's arena, which is so for good once that is made; else as it would be now. */
 mt_status  mt_layout_make (mt_store *s, int unit, size_t bytes, int made, mt_layout **out);
 void       mt_layout_free (mt_layout *l);                /* NULL is fine */
+MT_CLOSER(mt_layout_free, mt_layout)
 mt_status  mt_layout_take (mt_layout *l, mt_blocks *file);
 
 /* Has the piece something of one of these parameters? */

@@ -32,7 +32,7 @@ static void set_fault(mt_store *s, mt_status st, const char *text, int told)
 {
     mt__ledger *l = &s->ledger;
 
-    mt_lock(&l->mu);
+    MT_HOLD(&l->mu);
     if (l->fault == MT_OK) {
         snprintf(l->text, sizeof l->text, "%s", text);
         l->fault = st;
@@ -40,7 +40,6 @@ static void set_fault(mt_store *s, mt_status st, const char *text, int told)
         if (told)
             mt_share_fail(s->share, l->text);
     }
-    mt_unlock(&l->mu);
 }
 
 void mt_ledger_fault(mt_store *s, mt_status st, const char *text)
@@ -80,16 +79,12 @@ static mt__unit *unit_or_fault(mt_store *s, int unit)
 
 uint64_t mt_ledger_version(mt_store *s, int unit)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-
-    return u != NULL ? atomic_load(&u->account.version) : 0;
+    return atomic_load(&mt__unit_or_none(s, unit)->account.version);
 }
 
 uint64_t mt_ledger_writes(mt_store *s, int unit)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-
-    return u != NULL ? atomic_load(&u->account.writes) : 0;
+    return atomic_load(&mt__unit_or_none(s, unit)->account.writes);
 }
 
 /* Nobody waits for a version or for a count to grow, so there is no one to wake. */
@@ -205,33 +200,8 @@ void mt_ledger_grads_end(mt_store *s, int unit)
 void mt_ledger_watchdog(mt_store *s, double seconds)
 {
     mt_watch_limit(&s->watch, seconds);
-    mt_lock(&s->ledger.mu);
+    MT_HOLD(&s->ledger.mu);
     pthread_cond_broadcast(&s->ledger.changed);     /* those who wait look at it */
-    mt_unlock(&s->ledger.mu);
-}
-
-typedef struct until {
-    const mt__ledger *l;
-    int             (*over)(void *arg);
-    void             *arg;
-} until;
-
-static int is_over_or_fault(void *arg)
-{
-    until *w = arg;
-
-    return w->l->fault != MT_OK || w->over(w->arg);
-}
-
-mt_status mt__ledger_until(mt_store *s, int (*over)(void *arg), void *arg, const char *unit,
-                           const char *awaits)
-{
-    until     w = { &s->ledger, over, arg };
-    mt_status st = mt_watch_until(&s->watch, &s->ledger.changed, &s->ledger.mu, is_over_or_fault,
-                                  &w, unit, awaits);
-
-    MT_DO(mt_ledger_check(s));
-    return st;
 }
 
 /* Those that follow are under mu. In a share: every rank has ended as many as were begun here. */
@@ -241,32 +211,16 @@ static int all_have(const mt__unit *u, mt_count what)
                          mt_share_ranks(u->board.share);
 }
 
-static int is_updated(void *unit)
+static int is_updated(const mt__unit *u)
 {
-    const mt__unit *u = unit;
-
     return u->account.updates == 0 && all_have(u, MT_COUNT_UPDATED);
 }
 
 /* What hears of other machines' updates has their weights only when these have ended. */
-static int is_stepped(void *unit)
+static int is_stepped(const mt__unit *u)
 {
-    const mt__unit *u = unit;
-
-    return !u->shared || mt_share_is_apart(u->board.share) ? is_updated(unit)
+    return !u->shared || mt_share_is_apart(u->board.share) ? is_updated(u)
                                                            : all_have(u, MT_COUNT_STEPPED);
-}
-
-static int has_landed(void *unit)
-{
-    const mt__unit *u = unit;
-
-    return u->account.grads == 0 && all_have(u, MT_COUNT_LANDED);
-}
-
-static int is_put(void *unit)
-{
-    return ((const mt__unit *)unit)->account.fetches == 0;
 }
 
 /* In a share: what is known to have begun on this rank. */
@@ -277,29 +231,14 @@ static uint64_t begun_on(const mt__unit *u, int what, int rank)
 }
 
 /* Ranks copy each other's portions. One that failed to begin a save is not waited for. */
-static int is_saved(void *unit)
+static int is_saved(const mt__unit *u)
 {
-    const mt__unit *u = unit;
-    int             rank = 0, ranks = u->shared ? mt_share_ranks(u->board.share) : 0;
+    int rank = 0, ranks = u->shared ? mt_share_ranks(u->board.share) : 0;
 
     while (rank < ranks && mt_board_said(&u->board, MT_COUNT_COPIED, rank) ==
                            begun_on(u, MT_COUNT_COPIED, rank))
         rank++;
     return u->account.saves == 0 && rank == ranks;
-}
-
-/* Now, of a unit that may not be there. */
-static int is_now(mt_store *s, int unit, int (*over)(void *unit))
-{
-    mt__unit *u = mt__unit_at(s, unit);
-    int       is = 0;
-
-    if (u != NULL) {
-        mt_lock(&s->ledger.mu);
-        is = over(u);
-        mt_unlock(&s->ledger.mu);
-    }
-    return is;
 }
 
 #define WORDS(name, what, awaited) awaited,
@@ -318,16 +257,11 @@ static int awaits_of_unit(const mt__unit *u, int rank, char *out, size_t cap)
 }
 
 /* In a share the watchdog's words are followed by which ranks' work of the unit is not over. */
-static mt_status wait_until(mt_store *s, int unit, int (*over)(void *unit), const char *awaits)
+static mt_status waited(mt_store *s, const mt__unit *u, mt_status st)
 {
-    mt__unit *u = mt__unit_at(s, unit);
-    char      said[1024], due[512];
-    size_t    n;
-    mt_status st;
+    char   said[1024], due[512];
+    size_t n;
 
-    if (u == NULL)
-        return mt__no_unit(s, unit);
-    st = mt__ledger_until(s, over, u, u->name, awaits);
     if (st != MT_ESTUCK || !u->shared)
         return st;
     n = (size_t)snprintf(said, sizeof said, "%s", mt_last_error());
@@ -338,6 +272,14 @@ static mt_status wait_until(mt_store *s, int unit, int (*over)(void *unit), cons
                                   mt_share_said(s->share, MT_COUNT_CAME, rank), due);
     return mt_fail_again(MT_ESTUCK, said);
 }
+
+/* Until `over` holds of the unit, which it calls u. */
+#define WAIT_UNTIL(s, unit, u, over, awaits)                                                       \
+    __extension__({                                                                                \
+        const mt__unit *u = mt__unit_at(s, unit);                                                  \
+        u == NULL ? mt__no_unit(s, unit)                                                           \
+                  : waited(s, u, MT__LEDGER_UNTIL(s, over, u->name, awaits));                      \
+    })
 
 static _Thread_local int i_save;
 
@@ -350,31 +292,32 @@ mt_status mt_ledger_wait_updates(mt_store *s, int unit)
 {
     if (i_save && mt_ledger_saving(s, unit))
         return mt_ledger_check(s);
-    return wait_until(s, unit, is_updated, "its update");
+    return WAIT_UNTIL(s, unit, u, is_updated(u), "its update");
 }
 
 mt_status mt_ledger_wait_stepped(mt_store *s, int unit)
 {
-    return wait_until(s, unit, is_stepped, "its update on all devices");
+    return WAIT_UNTIL(s, unit, u, is_stepped(u), "its update on all devices");
 }
 
 mt_status mt_ledger_wait_grads(mt_store *s, int unit)
 {
-    return wait_until(s, unit, has_landed, "the hand-over of its gradients");
+    return WAIT_UNTIL(s, unit, u, u->account.grads == 0 && all_have(u, MT_COUNT_LANDED),
+                      "the hand-over of its gradients");
 }
 
 int mt_ledger_updates_due(mt_store *s, int unit)
 {
-    return mt__unit_at(s, unit) != NULL && !is_now(s, unit, is_updated);
+    const mt__unit *u = mt__unit_at(s, unit);
+
+    return u != NULL && !MT_LOCKED(&s->ledger.mu, is_updated(u));
 }
 
 /* ---- ranks ------------------------------------------------------------------------------ */
 
 void mt__ledger_stirred(mt_store *s)
 {
-    mt_lock(&s->ledger.mu);
-    pthread_cond_broadcast(&s->ledger.changed);
-    mt_unlock(&s->ledger.mu);
+    MT_WITH(&s->ledger.mu) pthread_cond_broadcast(&s->ledger.changed);
     mt_watch_moved(&s->watch);
 }
 
@@ -405,22 +348,20 @@ int mt__ledger_awaits(mt_store *s, int rank, char *out, size_t cap)
 
 void mt_ledger_say(mt_store *s, mt_count what, uint64_t n, uint64_t about)
 {
-    mt_lock(&s->ledger.mu);
+    MT_HOLD(&s->ledger.mu);
     if (s->ledger.fault == MT_OK)
         mt_board_say(mt_share_board(s->share), (int)what, n, about);
-    mt_unlock(&s->ledger.mu);
 }
 
 void mt_ledger_meeting(mt_store *s, const char *what)
 {
     mt__ledger *l = &s->ledger;
 
-    mt_lock(&l->mu);
+    MT_HOLD(&l->mu);
     snprintf(l->meeting, sizeof l->meeting, "%s", what != NULL ? what : "");
     if (what != NULL && l->fault == MT_OK)
         mt_board_say(mt_share_board(s->share), MT_COUNT_MET,
                      mt_share_said(s->share, MT_COUNT_MET, mt_share_rank(s->share)) + 1, 0);
-    mt_unlock(&l->mu);
 }
 
 /* Under mu. What the rank did as its nth of these, in words. */
@@ -449,7 +390,7 @@ int mt__ledger_crossed(mt_store *s, int rank, char *out, size_t cap)
     int             n = (int)(sizeof ordered / sizeof *ordered), me = mt_share_rank(h), found = 0;
     char            its[120], own[200];
 
-    mt_lock(&s->ledger.mu);
+    MT_HOLD(&s->ledger.mu);
     for (int k = 0; k < n * n && !found; k++) {
         mt_count a = ordered[k / n], b = ordered[k % n];
         uint64_t own_b = mt_share_said(h, b, me), own_a = mt_share_said(h, a, me);
@@ -465,53 +406,39 @@ int mt__ledger_crossed(mt_store *s, int rank, char *out, size_t cap)
                  mt_share_said(h, MT_COUNT_CAME, rank), its, me, me, own, rank);
         found = 1;
     }
-    mt_unlock(&s->ledger.mu);
     return found;
 }
 
-typedef struct meeting {
-    mt_store *s;
-    mt_count  what;
-    uint64_t  n;
-    uint64_t  until_ns;              /* 0: no end */
-    int       late;
-} meeting;
-
-/* The first rank of those that have to, which has not come; ranks: all have. */
-static int is_behind(const meeting *m)
+/* The first rank of those that have to come to n, and has not; ranks: all have. */
+static int is_behind(mt_store *s, mt_count what, uint64_t n)
 {
-    const mt_board *b = mt_share_board(m->s->share);
-
-    if (m->what == MT_COUNT_NORMED)
-        return mt_board_said(b, MT_COUNT_NORMED, 0) >= m->n ? mt_share_ranks(b->share) : 0;
-    return mt_board_behind(b, (int)m->what, m->n);
+    if (what == MT_COUNT_NORMED)             /* rank 0's alone */
+        return mt_share_said(s->share, what, 0) >= n ? mt_share_ranks(s->share) : 0;
+    return mt_board_behind(mt_share_board(s->share), (int)what, n);
 }
 
-static int have_come(void *arg)
+/* Under ledger.mu. meets[what] says who waits here for as long as somebody does. */
+static int have_come(mt_store *s, mt_count what, uint64_t n, uint64_t until_ns, int *late)
 {
-    meeting *m = arg;
-    int      come = is_behind(m) == mt_share_ranks(m->s->share);
+    int come = is_behind(s, what, n) == mt_share_ranks(s->share);
 
-    m->late = !come && m->until_ns != 0 && mt_now_ns() >= m->until_ns;
-    m->s->ledger.meets[m->what] = come || m->late ? 0 : m->n;
-    return come || m->late;
+    *late = !come && until_ns != 0 && mt_now_ns() >= until_ns;
+    s->ledger.meets[what] = come || *late ? 0 : n;
+    return come || *late;
 }
 
 mt_status mt_ledger_meet(mt_store *s, mt_count what, uint64_t n, double seconds, int *late)
 {
-    meeting   m = { .s = s, .what = what, .n = n };
+    uint64_t  until_ns = seconds > 0 ? mt_now_ns() + (uint64_t)(seconds * 1e9) : 0;
+    int       is_late = 0;
     char      awaits[96];
     mt_status st;
 
-    snprintf(awaits, sizeof awaits, "rank %d, that is %s", is_behind(&m), words[what]);
-    if (seconds > 0)
-        m.until_ns = mt_now_ns() + (uint64_t)(seconds * 1e9);
-    st = mt__ledger_until(s, have_come, &m, NULL, awaits);
-    mt_lock(&s->ledger.mu);
-    s->ledger.meets[what] = 0;               /* one that was stuck, or interrupted, left it */
-    mt_unlock(&s->ledger.mu);
+    snprintf(awaits, sizeof awaits, "rank %d, that is %s", is_behind(s, what, n), words[what]);
+    st = MT__LEDGER_UNTIL(s, have_come(s, what, n, until_ns, &is_late), NULL, awaits);
+    MT_WITH(&s->ledger.mu) s->ledger.meets[what] = 0;    /* one that was stuck left it */
     if (late != NULL)
-        *late = m.late;
+        *late = is_late;
     return st;
 }
 
@@ -561,14 +488,14 @@ void mt_ledger_save_end(mt_store *s, int unit)
 
 int mt_ledger_all_saved(mt_store *s, int unit)
 {
-    return is_now(s, unit, is_saved);
+    const mt__unit *u = mt__unit_at(s, unit);
+
+    return u != NULL && MT_LOCKED(&s->ledger.mu, is_saved(u));
 }
 
 int mt_ledger_saving(mt_store *s, int unit)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-
-    return u != NULL && atomic_load(&u->account.saves) > 0;
+    return atomic_load(&mt__unit_or_none(s, unit)->account.saves) > 0;
 }
 
 int mt_ledger_wanted(mt_store *s)
@@ -584,7 +511,7 @@ mt_status mt_ledger_wait_saved(mt_store *s, int unit)
             s->ledger.wanted = unit + 1;
         mt_unlock(&s->ledger.mu);
     }
-    return wait_until(s, unit, is_saved, "its save (SAVED)");
+    return WAIT_UNTIL(s, unit, u, is_saved(u), "its save (SAVED)");
 }
 
 /* ---- copies out of HI ------------------------------------------------------------------- */
@@ -645,15 +572,12 @@ mt_status mt_ledger_fetching(mt_store *s, int unit, mt_queue *h2d)
  * up the mover. */
 mt_status mt_ledger_wait_fetched(mt_store *s, int unit)
 {
-    mt__unit *u = mt__unit_at(s, unit);
     mt_event *fetched;
 
-    MT_DO(wait_until(s, unit, is_put, "its fetch to be put"));
-    mt_lock(&s->fetched_mu);
-    fetched = u->account.fetched;
-    mt_unlock(&s->fetched_mu);
+    MT_DO(WAIT_UNTIL(s, unit, u, u->account.fetches == 0, "its fetch to be put"));
+    fetched = MT_LOCKED(&s->fetched_mu, mt__unit_at(s, unit)->account.fetched);
     if (fetched != NULL)
-        MT_DO(mt_watch_event(&s->watch, fetched, u->name,
+        MT_DO(mt_watch_event(&s->watch, fetched, mt_store_name(s, unit),
                              "copies of its weights (the event FETCHED)"));
     return mt_ledger_check(s);
 }

@@ -144,7 +144,7 @@ fail:
 mt_status mt_store_lend(mt_store *s, int unit, mt_timeline *t)
 {
     mt__unit *u = mt__unit_at(s, unit);
-    size_t   *offset = NULL, bytes;
+    size_t   *offset MT_FREED = NULL, bytes;
     uint64_t  number = 0;
     int       holder, held;
     mt_span   span;
@@ -153,21 +153,21 @@ mt_status mt_store_lend(mt_store *s, int unit, mt_timeline *t)
     if (!mt_store_passes(s, unit))
         return MT_FAIL(MT_EINVAL, "unit %d (%s) has a GRAD plane of its own", unit,
                        mt_store_name(s, unit));
-    mt_lock(&s->map_mu);
-    held = held_by(s, unit);
-    mt_unlock(&s->map_mu);
+    MT_WITH(&s->map_mu) held = held_by(s, unit);
     if (held >= 0)                               /* handed over again, and no update has used it */
         return MT_OK;
     MT_DO(mt__lay_out(u, MT__HOST, MT_PLANE_GRAD, &offset, &bytes));
     for (;;) {
-        MT_TRY(try_to_lend(s, u, offset, bytes, &holder, &number));
-        if (holder < 0)
+        MT_DO(try_to_lend(s, u, offset, bytes, &holder, &number));
+        if (holder < 0) {
+            (void)MT_KEEP(offset);       /* the plane has it */
             return MT_OK;
+        }
         /* This thread launches windows: what it waits for, compute waits for. */
         mt_timeline_begin(t, &span, MT_LANE_HAND, MT_WORK_WAIT, holder, NULL);
         st = mt_ledger_wait_updates(s, holder);
         mt_timeline_end(t, &span, 0, NULL);
-        MT_TRY(st);
+        MT_DO(st);
         mt_lock(&s->map_mu);
         held = held_by(s, holder);
         if (held >= 0 && s->lent[held].number != number)
@@ -177,11 +177,9 @@ mt_status mt_store_lend(mt_store *s, int unit, mt_timeline *t)
             st = MT_FAIL(MT_ESTATE, "unit %s: its gradients came, and no update has used them; "
                          "where they are kept nowhere, each hand-over is followed by its update",
                          mt_store_name(s, holder));
-            goto fail;
+            return st;
         }
     }
-fail:
-    free(offset);
     return st;
 }
 
@@ -206,7 +204,7 @@ void mt__take_back(mt_store *s, int unit)
 
 void mt_store_device_close(mt_store *s)
 {
-    mt_lock(&s->map_mu);
+    MT_HOLD(&s->map_mu);
     for (int i = 0; i < mt_store_units(s); i++)
         mt__device_close(s, mt__unit_at(s, i));
     for (int k = 0; k < s->n_lent; k++)
@@ -214,7 +212,6 @@ void mt_store_device_close(mt_store *s)
             atomic_fetch_sub(&s->on_device, s->lent[k].arena.bytes);
             mt_arena_close(&s->lent[k].arena);
         }
-    mt_unlock(&s->map_mu);
 }
 
 void mt__lent_close(mt_store *s)

@@ -1,6 +1,9 @@
 /* lock.c — what this thread holds, in the order in which it took them; for checked builds. */
 #include "lock.h"
 
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define MOST 16
@@ -9,6 +12,18 @@ static _Thread_local struct {
     const mt_mutex *at[MOST];
     int             n;
 } held;
+
+void mt__broken(const char *file, int line, const char *fmt, ...)
+{
+    char    text[1024];
+    va_list args;
+
+    va_start(args, fmt);
+    (void)vsnprintf(text, sizeof text, fmt, args);
+    va_end(args);
+    fprintf(stderr, "broken: %s [%s:%d]\n", text, file, line);
+    abort();
+}
 
 const char *mt_rank_name(mt_rank rank)
 {

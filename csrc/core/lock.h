@@ -9,8 +9,10 @@
  *     while (!over)
  *         mt_cond_wait(&s->changed, &s->mu);      // holds what it held, less s->mu while it waits
  *     mt_unlock(&s->mu);
+ *     MT_HOLD(&s->mu);                            // to the end of the block
  *
- * Builds that check themselves (checked.h) know what each thread holds, and abort, with both names,
+ * Builds that check themselves (MT_CHECKED: those of tests/c; for the
+ * extension CFLAGS=-DMT_CHECKED) know what each thread holds, and abort, with both names,
  * where a lock is taken out of turn, given back by a thread that has it not, or waited on by one
  * that has taken another since. Elsewhere each function is pthread's.
  *
@@ -19,17 +21,25 @@
 #ifndef MT_LOCK_H
 #define MT_LOCK_H
 
-#include "checked.h"
-
 #include <pthread.h>
 #include <time.h>
+
+#ifdef MT_CHECKED
+#define MT_IS_CHECKED 1                  /* what has to be looked up before it can be asserted */
+#else
+#define MT_IS_CHECKED 0
+#endif
+
+/* What must hold at this place, whoever called: where it does not, the mistake is ours. A checked
+ * build says which, and where, and aborts. */
+#define MT_ASSERT(cond) \
+    (MT_IS_CHECKED && !(cond) ? mt__broken(__FILE__, __LINE__, "%s", #cond) : (void)0)
 
 /* name, what it keeps, from the first that a thread may take to the last */
 #define MT_RANK_MAP(X)                                                                             \
     X(TEST, "a test's own")                                                                        \
     X(DOOR, "gradients and updates of an engine are handed over by one thread at a time")          \
-    X(SWAP, "bundles, their bays, and whose turn it is to wait for a drive")                       \
-    X(SPILL, "which bundles are in bays and which in the file, and what is under way")             \
+    X(SWAP, "bundles, their bays, what moves in them, and whose turn it is to wait for a drive")   \
     X(OFFLOAD, "gradients on their way to the host, by ticket")                                    \
     X(UPDATE, "the steps that were submitted, and what became of them")                            \
     X(STREAM, "slots, and the requests that stand in line for them")                               \
@@ -77,6 +87,10 @@ extern "C" {
 #endif
 const char *mt_rank_name(mt_rank rank);
 
+/* Says "text [file:line]" on stderr, and aborts. */
+void mt__broken(const char *file, int line, const char *fmt, ...)
+    __attribute__((noreturn, format(printf, 3, 4)));
+
 /* Does this thread hold the lock? For MT_ASSERT, in builds that check themselves. */
 int mt_holds(const mt_mutex *m);
 
@@ -116,6 +130,17 @@ static inline void mt_mutex_close(mt_mutex *m)
 #define MT_LOCKED(m, expr) \
     __extension__({ mt_lock(m); __typeof__(expr) value_ = (expr); mt_unlock(m); value_; })
 
+/* The lock is held from here to the end of the block, however that is left; what a return yields is
+ * made under it. No goto may jump over it. */
+#define MT_HOLD(m) MT__HOLD(m, __LINE__)
+#define MT__HOLD(m, line) MT__HOLD_AS(m, line)
+#define MT__HOLD_AS(m, line) \
+    mt_mutex *held_##line __attribute__((cleanup(mt__give), unused)) = mt__take((m), __FILE__, line)
+/* And for one statement. */
+#define MT_WITH(m)                                                                                \
+    for (mt_mutex *held_ __attribute__((cleanup(mt__give))) = mt__take((m), __FILE__, __LINE__),  \
+                  *once_ = held_; once_ != NULL; once_ = NULL)
+
 static inline void mt__lock(mt_mutex *m, const char *file, int line)
 {
     MT__RANK(take, m, file, line);
@@ -126,6 +151,17 @@ static inline void mt__unlock(mt_mutex *m, const char *file, int line)
 {
     MT__RANK(give, m, file, line);
     pthread_mutex_unlock(&m->mu);
+}
+
+static inline mt_mutex *mt__take(mt_mutex *m, const char *file, int line)
+{
+    mt__lock(m, file, line);
+    return m;
+}
+
+static inline void mt__give(mt_mutex **m)
+{
+    mt_unlock(*m);
 }
 
 static inline void mt__cond_wait(pthread_cond_t *c, mt_mutex *m, const char *file, int line)

@@ -111,27 +111,20 @@ static unsigned pages_of(const mt__unit *u)
 
 void mt_mirror_tell(mt_store *s, int unit, int param, unsigned planes, mt_mirror_event e)
 {
-    mt_lock(&s->mirror_mu);
-    tell(mt__unit_at(s, unit), param, planes, e);
-    mt_unlock(&s->mirror_mu);
+    MT_WITH(&s->mirror_mu) tell(mt__unit_at(s, unit), param, planes, e);
 }
 
 void mt_mirror_change(mt_store *s, int unit, const int *params, int n, unsigned planes)
 {
-    mt_lock(&s->mirror_mu);
+    MT_HOLD(&s->mirror_mu);
     for (int i = 0; i < n; i++)
         tell(mt__unit_at(s, unit), params[i], planes, MT_MIRROR_CHANGED);
-    mt_unlock(&s->mirror_mu);
 }
 
 int mt_mirror_any(mt_store *s, int unit, int param, unsigned planes, unsigned states)
 {
-    int any;
-
-    mt_lock(&s->mirror_mu);
-    any = which(mt__unit_at(s, unit), param, planes, states) != 0;
-    mt_unlock(&s->mirror_mu);
-    return any;
+    MT_HOLD(&s->mirror_mu);
+    return which(mt__unit_at(s, unit), param, planes, states) != 0;
 }
 
 void mt__mirror_touched(mt_store *s, int unit)
@@ -139,44 +132,35 @@ void mt__mirror_touched(mt_store *s, int unit)
     mt_mirror_tell(s, unit, -1, HI, MT_MIRROR_TOUCHED);
 }
 
-/* The home that keeps planes of the unit, and what its functions get; NULL: none does. */
-typedef struct kept {
-    const mt_home *home;
-    void          *of;
-    unsigned       planes, visit;    /* visit: the host keeps them, and the device has them around
-                                      * an update */
-} kept;
-
-static kept look(mt_store *s, int unit)
+/* The home that keeps planes of the unit; NULL: none does. */
+static const mt_home *keeper(mt_store *s, int unit)
 {
     const mt__unit *u = mt__unit_at(s, unit);
-    kept            k = { 0 };
 
-    if (u == NULL)
-        return k;
-    mt_lock(&s->mirror_mu);
-    if (u->mirror.copies != NULL)
-        k = (kept){ home_of(u), u->home_of, home_of(u)->away, home_of(u)->visit };
-    mt_unlock(&s->mirror_mu);
-    return k;
+    return u != NULL && MT_LOCKED(&s->mirror_mu, u->mirror.copies != NULL) ? home_of(u) : NULL;
+}
+
+/* Of these planes, those that a home keeps, or has around an update. */
+static unsigned kept(mt_store *s, int unit, unsigned planes)
+{
+    const mt_home *h = keeper(s, unit);
+
+    return h != NULL ? planes & (h->away | h->visit) : 0;
 }
 
 /* ---- homes -------------------------------------------------------------------------------- */
 
 static void close_copies(mt_store *s, mt__unit *u)
 {
-    mt_lock(&s->mirror_mu);
+    MT_HOLD(&s->mirror_mu);
     MT_ASSERT(!u->mirror.busy);
     free(u->mirror.copies);
     u->mirror = (mt__mirror){ 0 };
-    mt_unlock(&s->mirror_mu);
 }
 
 void mt_mirror_close(mt_store *s, int unit)
 {
-    mt_lock(&s->serving);
-    close_copies(s, mt__unit_at(s, unit));
-    mt_unlock(&s->serving);
+    MT_WITH(&s->serving) close_copies(s, mt__unit_at(s, unit));
 }
 
 /* From one home that mirrors planes to another, which has none of them before they are noted: what
@@ -192,9 +176,7 @@ mt_status mt__mirror_move(mt_store *s, int unit, const mt_home *to, void *of)
         mt__home_set(s, unit, to, of);
         return MT_OK;
     }
-    mt_lock(&s->mirror_mu);
-    newer = which(u, -1, ~to->away, ~(IS(EMPTY) | IS(FRESH) | IS(AHEAD)));
-    mt_unlock(&s->mirror_mu);
+    MT_WITH(&s->mirror_mu) newer = which(u, -1, ~to->away, ~(IS(EMPTY) | IS(FRESH) | IS(AHEAD)));
     if (newer != 0)
         return MT_FAIL(MT_ESTATE, "unit %s: its home has newer values than the host, and it cannot "
                        "become one that %s", u->name, to->lives);
@@ -215,11 +197,11 @@ mt_status mt__mirror_move(mt_store *s, int unit, const mt_home *to, void *of)
 /* Behind the door. lost: what becomes of copies where that fails. */
 static mt_status store(mt_store *s, int unit, int param, unsigned planes, mt_mirror_event lost)
 {
-    const kept m = look(s, unit);
-    mt_status        st;
+    const mt__unit *u = mt__unit_or_none(s, unit);
+    mt_status       st;
 
     mt_mirror_tell(s, unit, param, planes, MT_MIRROR_STORE);
-    st = m.home->store(m.of, unit, param, planes);
+    st = home_of(u)->store(u->home_of, unit, param, planes);
     mt_mirror_tell(s, unit, param, planes, st == MT_OK ? MT_MIRROR_STORED : lost);
     return st;
 }
@@ -232,9 +214,7 @@ mt_status mt_mirror_store(mt_store *s, int unit)
 
     MT_DO(mt_mirror_enter(s, unit));
     for (int i = 0; i < u->shape.n && st == MT_OK; i++) {
-        mt_lock(&s->mirror_mu);
-        ahead = which(u, i, ~home_of(u)->later, IS(AHEAD));
-        mt_unlock(&s->mirror_mu);
+        MT_WITH(&s->mirror_mu) ahead = which(u, i, ~home_of(u)->later, IS(AHEAD));
         if (ahead != 0)
             st = store(s, unit, i, ahead, MT_MIRROR_SET);
     }
@@ -244,26 +224,19 @@ mt_status mt_mirror_store(mt_store *s, int unit)
 
 /* ---- the door ----------------------------------------------------------------------------- */
 
-static int is_ours(void *arg)
-{
-    mt__mirror *m = arg;
-
-    return m->busy ? 0 : (m->busy = 1);
-}
-
 mt_status mt_mirror_enter(mt_store *s, int unit)
 {
-    return mt_watch_until(&s->watch, &s->mirror_changed, &s->mirror_mu, is_ours,
-                          &mt__unit_at(s, unit)->mirror, mt_store_name(s, unit),
-                          "who is at its host planes");
+    mt__mirror *m = &mt__unit_at(s, unit)->mirror;
+
+    return MT_UNTIL(&s->watch, &s->mirror_changed, &s->mirror_mu, m->busy ? 0 : (m->busy = 1),
+                    mt_store_name(s, unit), "who is at its host planes");
 }
 
 void mt_mirror_leave(mt_store *s, int unit)
 {
-    mt_lock(&s->mirror_mu);
+    MT_HOLD(&s->mirror_mu);
     mt__unit_at(s, unit)->mirror.busy = 0;
     pthread_cond_broadcast(&s->mirror_changed);
-    mt_unlock(&s->mirror_mu);
 }
 
 /* ---- other ranks' portions ------------------------------------------------------------------
@@ -339,46 +312,39 @@ void mt__asked(uint64_t about, int *unit, unsigned *planes, int *claims)
     *claims = (about & ASKED_CLAIMS) != 0;
 }
 
-/* These two: under ledger.mu. */
-static int has_turn(void *store)
+/* Under ledger.mu. */
+static int is_served(const mt_store *s)
 {
-    mt__ledger *l = &((mt_store *)store)->ledger;
-
-    return l->asking ? 0 : (l->asking = 1);
-}
-
-static int is_served(void *store)
-{
-    const mt_store *s = store;
-    const mt_board *b = mt_share_board(s->share);
-    int             rank = 0, me = mt_share_rank(s->share);
+    int rank = 0, me = mt_share_rank(s->share);
 
     while (rank < mt_share_ranks(s->share) &&
-           (rank == me || mt_board_said(b, MT_COUNT_SERVED + me, rank) >= s->ledger.asked))
+           (rank == me || mt_board_said(mt_share_board(s->share), MT_COUNT_SERVED + me, rank) >=
+                          s->ledger.asked))
         rank++;
     return rank == mt_share_ranks(s->share);
 }
 
 static void set_asked(mt_store *s, uint64_t n)
 {
-    mt_lock(&s->ledger.mu);
+    MT_HOLD(&s->ledger.mu);
     s->ledger.asked = n;
     s->ledger.asking = n > 0;
     pthread_cond_broadcast(&s->ledger.changed);
-    mt_unlock(&s->ledger.mu);
 }
 
 /* The other ranks' portions of these planes are in host memory when it returns. */
 static mt_status ask(mt_store *s, int unit, unsigned planes, int claims)
 {
-    uint64_t  n, about = (uint64_t)(unsigned)unit << ASKED_UNIT | (claims ? ASKED_CLAIMS : 0);
-    mt_status st;
+    mt__ledger *l = &s->ledger;
+    uint64_t    n, about = (uint64_t)(unsigned)unit << ASKED_UNIT | (claims ? ASKED_CLAIMS : 0);
+    mt_status   st;
 
-    MT_DO(mt__ledger_until(s, has_turn, s, mt_store_name(s, unit), "this rank's request before"));
+    MT_DO(MT__LEDGER_UNTIL(s, l->asking ? 0 : (l->asking = 1), mt_store_name(s, unit),
+                           "this rank's request before"));
     n = mt_share_said(s->share, MT_COUNT_ASKED, mt_share_rank(s->share)) + 1;
     set_asked(s, n);
     mt_ledger_say(s, MT_COUNT_ASKED, n, about | planes);
-    st = mt__ledger_until(s, is_served, s, mt_store_name(s, unit), "what other ranks have of it");
+    st = MT__LEDGER_UNTIL(s, is_served(s), mt_store_name(s, unit), "what other ranks have of it");
     set_asked(s, 0);
     return st;
 }
@@ -403,10 +369,9 @@ typedef struct others {
 
 /* Under ledger.mu. Those that nobody has brought are ours to bring, or, if there are none, all are
  * here. Other ranks are awaited by who finds one busy alone: one that has left is no fault else. */
-static int are_here_or_ours(void *arg)
+static int are_here_or_ours(others *a)
 {
-    others *a = arg;
-    int    wait = 0;
+    int wait = 0;
 
     for (int p = 0; p < MT_PLANE_COUNT; p++) {
         _Atomic uint64_t *word = mt_board_plane(&a->u->board, p);
@@ -464,8 +429,7 @@ static mt_status bring_others(mt_store *s, int unit, unsigned planes, int claims
     mt_unlock(&s->ledger.mu);
     for (;;) {
         a.mine = 0;
-        st = mt__ledger_until(s, are_here_or_ours, &a, a.u->name,
-                              "what another rank brings of it");
+        st = MT__LEDGER_UNTIL(s, are_here_or_ours(&a), a.u->name, "what another rank brings of it");
         mt_lock(&s->ledger.mu);
         s->ledger.bringing -= a.waits;       /* a fault, or a signal, ended the wait */
         a.waits = 0;
@@ -534,11 +498,10 @@ static int is_here(mt_store *s, int unit, unsigned planes, int claims)
     mt__unit *u = mt__unit_at(s, unit);
     int       here;
 
-    mt_lock(&s->mirror_mu);
+    MT_HOLD(&s->mirror_mu);
     here = !u->mirror.busy && which(u, -1, planes, IS(STALE) | IS(TORN)) == 0;
     if (here && claims)
         u->mirror.claimed |= planes & planes_of(u);
-    mt_unlock(&s->mirror_mu);
     return here;
 }
 
@@ -575,11 +538,12 @@ static mt_status load(mt_store *s, int unit, unsigned planes, int claims)
  * that is announced. */
 static mt_status bring_own(mt_store *s, int unit, unsigned planes, int claims)
 {
-    const kept m = look(s, unit);
-    mt_status        st;
+    const mt__unit *u = mt__unit_or_none(s, unit);
+    const mt_home  *h = home_of(u);
+    mt_status       st;
 
-    if (planes & m.visit && m.home->wait != NULL)
-        MT_DO(m.home->wait(m.of, unit, planes & m.visit));
+    if (planes & h->visit && h->wait != NULL)
+        MT_DO(h->wait(u->home_of, unit, planes & h->visit));
     if (is_here(s, unit, planes, claims))
         return MT_OK;
     MT_DO(mt_mirror_enter(s, unit));
@@ -590,22 +554,19 @@ static mt_status bring_own(mt_store *s, int unit, unsigned planes, int claims)
 
 mt_status mt__mirror_serve(mt_store *s, uint64_t about, int *gone)
 {
-    kept     m;
     unsigned planes;
     int      unit, claims;
 
     mt__asked(about, &unit, &planes, &claims);
-    m = look(s, unit);
-    *gone = m.home == NULL && mt_store_home(s, unit, NULL)->away != 0;
-    planes &= m.planes | m.visit;
+    *gone = keeper(s, unit) == NULL && mt_store_home(s, unit, NULL)->away != 0;
+    planes = kept(s, unit, planes);
     return planes != 0 ? bring_own(s, unit, planes, claims) : MT_OK;
 }
 
 /* all: the other ranks' portions too. */
 static mt_status bring(mt_store *s, int unit, unsigned planes, int claims, int all)
 {
-    const kept m = look(s, unit);
-    unsigned         own = planes & (m.planes | m.visit);
+    unsigned own = kept(s, unit, planes);
 
     if (own != 0) {
         MT_DO(wait_for(s, unit, own));
@@ -635,17 +596,15 @@ mt_status mt_mirror_peek(mt_store *s, int unit, unsigned planes)
 
 mt_status mt_mirror_push(mt_store *s, int unit, int param, unsigned planes)
 {
-    const kept m = look(s, unit);
-    unsigned         now;
-    mt_status        st = MT_OK;
+    unsigned  now;
+    mt_status st = MT_OK;
 
-    planes &= m.planes | m.visit;
-    if (planes == 0)
+    if ((planes = kept(s, unit, planes)) == 0)
         return MT_OK;
     if (param != -1 && mt_store_desc(s, unit, param) == NULL)
         return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d", mt_store_name(s, unit),
                        param, mt_store_params(s, unit));
-    now = planes & ~m.home->later;
+    now = planes & ~home_of(mt__unit_at(s, unit))->later;
     MT_DO(wait_for(s, unit, planes));
     MT_DO(mt_mirror_enter(s, unit));
     mt_mirror_tell(s, unit, param, planes, MT_MIRROR_SET);
@@ -663,12 +622,10 @@ static mt_status drop(mt_store *s, int unit, int claimed)
 {
     unsigned planes;
 
-    if (look(s, unit).home == NULL)
+    if (keeper(s, unit) == NULL)
         return MT_OK;
     MT_DO(mt_mirror_enter(s, unit));
-    mt_lock(&s->mirror_mu);
-    planes = claimed ? ~0u : ~mt__unit_at(s, unit)->mirror.claimed;
-    mt_unlock(&s->mirror_mu);
+    MT_WITH(&s->mirror_mu) planes = claimed ? ~0u : ~mt__unit_at(s, unit)->mirror.claimed;
     mt_mirror_drop(s, unit, planes);
     mt_mirror_leave(s, unit);
     return MT_OK;
@@ -682,21 +639,19 @@ mt_status mt_mirror_release(mt_store *s, int unit)
 /* In a share: all ranks have come to the evict's first, or second, place. */
 static mt_status meet_evict(mt_store *s, int unit, int first)
 {
-    int       me = mt_share_rank(s->share);
-    uint64_t  n = mt_share_said(s->share, MT_COUNT_EVICTED, me) + 1;
-    mt_status st = MT_OK;
+    const mt_board *b = mt_share_board(s->share);
+    int             me = mt_share_rank(s->share), ranks = mt_share_ranks(s->share), rank;
+    uint64_t        n = mt_board_said(b, MT_COUNT_EVICTED, me) + 1;
+    mt_status       st;
 
     mt_ledger_say(s, MT_COUNT_EVICTED, n, (uint64_t)(unsigned)unit);
     MT_DO(mt_ledger_meet(s, MT_COUNT_EVICTED, n, 0, NULL));
-    for (int rank = 0; first && rank < mt_share_ranks(s->share) && st == MT_OK; rank++) {
-        int other = (int)mt_share_about(s->share, MT_COUNT_EVICTED, rank);
-
-        if (other == unit)
-            continue;
-        st = MT_FAIL(MT_EPEER, "rank %d gives back memory of unit %d, and rank %d of unit %s",
-                     rank, other, me, mt_store_name(s, unit));
-        mt_ledger_fault(s, st, mt_last_error());
-    }
+    rank = mt_board_differs(b, MT_COUNT_EVICTED, (uint64_t)(unsigned)unit);
+    if (!first || rank == ranks)
+        return MT_OK;
+    st = MT_FAIL(MT_EPEER, "rank %d gives back memory of unit %d, and rank %d of unit %s", rank,
+                 (int)mt_board_about(b, MT_COUNT_EVICTED, rank), me, mt_store_name(s, unit));
+    mt_ledger_fault(s, st, mt_last_error());
     return st;
 }
 
@@ -721,7 +676,7 @@ static mt_status evict_with_all(mt_store *s, int unit)
 mt_status mt_mirror_evict(mt_store *s, int unit)
 {
     MT_DO(mt_ledger_wait_saved(s, unit));
-    if (look(s, unit).home == NULL)
+    if (keeper(s, unit) == NULL)
         return MT_OK;
     return s->share != NULL ? evict_with_all(s, unit) : drop(s, unit, 1);
 }
@@ -729,12 +684,9 @@ mt_status mt_mirror_evict(mt_store *s, int unit)
 int mt_mirror_is_old(mt_store *s, int unit)
 {
     const mt__unit *u = mt__unit_at(s, unit);
-    int             old;
 
-    mt_lock(&s->mirror_mu);
-    old = which(u, -1, pages_of(u), IS(STALE)) != 0;
-    mt_unlock(&s->mirror_mu);
-    return old;
+    MT_HOLD(&s->mirror_mu);
+    return which(u, -1, pages_of(u), IS(STALE)) != 0;
 }
 
 void mt_mirror_forget(mt_store *s, int unit)

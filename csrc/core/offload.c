@@ -60,16 +60,13 @@ typedef struct staging {     /* putting thread only, but for the bytes in it */
     uint64_t user;           /* the ticket that used it last; it is free once that is over */
 } staging;
 
-enum { COUNTED = 1, SUMMED = 2, CHUNKED = 4 };
-
 /* What is known of a unit's gradients. */
 typedef struct tally {
     mt_arena       mem;      /* sum's, and chunks' */
     double        *sum;      /* [n_params] registered; d2h writes (SET), the collector (ADD) */
     double       **chunks;   /* [n_params] of what is ours; NULL: the unit has one owner, or
                               * nothing is ours. As sum */
-    unsigned char *flags;    /* [n_params] COUNTED, CHUNKED: sum, chunks are made or on their way;
-                              * SUMMED: ACC has the sum. Under mu */
+    unsigned char *flags;    /* [n_params] mt_grad_known. Under mu */
     int            adds;     /* tickets with an ADD that are not over. Under mu */
 } tally;
 
@@ -214,11 +211,6 @@ static void tally_close(tally *y)
     free(y);
 }
 
-static size_t chunks_of(int64_t n)
-{
-    return (size_t)(n / MT_PORTION_GRAIN + (n % MT_PORTION_GRAIN != 0));
-}
-
 /* Chunks are noted of what is ours of a unit that has several owners, or whose norm is made with
  * other ranks; they lie behind the sums. */
 static mt_status tally_open(mt_offload *o, int unit, tally **out)
@@ -233,7 +225,7 @@ static mt_status tally_open(mt_offload *o, int unit, tally **out)
     mt_status   st;
 
     for (int i = 0; i < n && asked; i++)
-        chunks += chunks_of(mt_store_owned(o->store, unit, i, &from));
+        chunks += (size_t)mt_grains(mt_store_owned(o->store, unit, i, &from));
     MT_TRY(MT_MAKE(y, 1, name));
     MT_TRY(MT_MAKE(y->flags, n, name));
     MT_TRY(MT_MAKE(y->chunks, n, name));
@@ -241,7 +233,7 @@ static mt_status tally_open(mt_offload *o, int unit, tally **out)
     y->sum = y->mem.base;
     at = y->sum + n + 1;
     for (int i = 0; i < n && chunks > 0; i++) {
-        size_t own = chunks_of(mt_store_owned(o->store, unit, i, &from));
+        size_t own = (size_t)mt_grains(mt_store_owned(o->store, unit, i, &from));
 
         y->chunks[i] = own > 0 ? at : NULL;
         at += own;
@@ -272,10 +264,11 @@ static mt_status tally_of(mt_offload *o, int unit, tally **out)
 
 /* ---- open and close --------------------------------------------------------------------- */
 
+MT_CLOSER(mt_offload_close, mt_offload)
+
 mt_status mt_offload_open(const mt_context *cx, int depth, mt_offload_kernels k, mt_offload **out)
 {
-    mt_offload *o = NULL;
-    mt_status   st;
+    mt_offload *o MT_CLOSED(mt_offload_close) = NULL;
 
     if (depth < 1 || depth > 1024)
         return MT_FAIL(MT_EINVAL, "offload: depth %d; 1 to 1024 units may have gradients on the "
@@ -283,24 +276,20 @@ mt_status mt_offload_open(const mt_context *cx, int depth, mt_offload_kernels k,
     if (cx->share != NULL && k.fold == NULL)
         return MT_FAIL(MT_EINVAL, "offload: where processes share units, mt_offload_open() is to "
                        "be given a fold");
-    MT_TRY(MT_MAKE(o, 1, "offload"));
+    MT_DO(MT_MAKE(o, 1, "offload"));
     *o = (mt_offload){ .cx = cx, .dev = cx->dev, .store = cx->store, .pool = cx->pool,
                        .timeline = cx->timeline, .kernels = k, .depth = (uint64_t)depth,
                        .n_ring = (uint64_t)depth + AHEAD };
     mt_mutex_open(&o->mu, MT_RANK_OFFLOAD);
-    MT_TRY(mt_worker_open(&o->collector, &o->mu, 1, "mt-collector", "d2h", collect, o));
-    MT_TRY(MT_MAKE(o->ring, (int64_t)o->n_ring, "offload"));
+    MT_DO(mt_worker_open(&o->collector, &o->mu, 1, "mt-collector", "d2h", collect, o));
+    MT_DO(MT_MAKE(o->ring, (int64_t)o->n_ring, "offload"));
     for (uint64_t i = 0; i < o->n_ring; i++) {
-        MT_TRY(o->dev->ops->event_open(o->dev, &o->ring[i].handed));
-        MT_TRY(o->dev->ops->event_open(o->dev, &o->ring[i].landed));
+        MT_DO(o->dev->ops->event_open(o->dev, &o->ring[i].handed));
+        MT_DO(o->dev->ops->event_open(o->dev, &o->ring[i].landed));
     }
-    MT_TRY(o->dev->ops->queue_open(o->dev, "d2h", &o->d2h));
-    *out = o;
+    MT_DO(o->dev->ops->queue_open(o->dev, "d2h", &o->d2h));
+    *out = MT_KEEP(o);
     return MT_OK;
-
-fail:
-    mt_offload_close(o);
-    return st;
 }
 
 void mt_offload_close(mt_offload *o)
@@ -391,7 +380,7 @@ static mt_status parcel_make(mt_offload *o, int unit, const mt_grad_item *it, ta
         MT_DO(plane_at(o, unit, it->param, MT_PLANE_GRAD, 1, &at));
         p->changed = at != p->grad ? at : NULL;
     }
-    p->from_grad = it->reread || !(MT_LOCKED(&o->mu, y->flags[it->param]) & SUMMED);
+    p->from_grad = it->reread || !(MT_LOCKED(&o->mu, y->flags[it->param]) & MT_GRAD_SUMMED);
     return MT_OK;
 }
 
@@ -454,12 +443,6 @@ static mt_status put_parcel(mt_offload *o, const parcel *p)
     return src == p->grad ? MT_OK : v->copy(o->d2h, p->grad, src, p->bytes);
 }
 
-/* That leave the device. */
-static size_t bytes_home(const parcel *p)
-{
-    return p->settled ? 0 : p->bytes;
-}
-
 static mt_status put_all(mt_offload *o, ticket *t, mt_queue *run)
 {
     const mt_dev_ops *v = o->dev->ops;
@@ -472,14 +455,13 @@ static mt_status put_all(mt_offload *o, ticket *t, mt_queue *run)
     MT_DO(v->record(run, t->handed));
     mt_watch_compute(mt_store_watch(o->store), &t->making, mt_store_name(o->store, t->unit),
                      "its gradients' kernels (the event GRAD)", t->handed);
-    if (!mt_skips(o->cx, MT_EDGE_GRAD))
-        MT_DO(v->wait(o->d2h, t->handed));
+    MT_DO(mt_edge(o->cx, MT_EDGE_GRAD, o->d2h, t->handed));
     if (home->come != NULL)
         MT_DO(home->come(of, t->unit, t->params, t->n, o->d2h));
     mt_timeline_begin(o->timeline, &span, MT_LANE_D2H, MT_WORK_OFFLOAD, t->unit, o->d2h);
     for (int i = 0; i < t->n; i++) {
         MT_DO(put_parcel(o, &t->parcels[i]));
-        bytes += bytes_home(&t->parcels[i]);
+        bytes += t->parcels[i].settled ? 0 : t->parcels[i].bytes;
     }
     mt_timeline_end(o->timeline, &span, bytes, o->d2h);
     MT_DO(v->record(o->d2h, t->landed));
@@ -497,9 +479,10 @@ static void note(mt_offload *o, const ticket *t, tally *y, int sent)
         int           sums = p->item.mode == MT_GRAD_ADD || o->kernels.sumsq != NULL;
 
         y->flags[p->item.param] = (unsigned char)(!sent ? 0 :
-            (sums && p->whole ? COUNTED : 0) | (sums && p->chunks != NULL ? CHUNKED : 0) |
-            (p->acc != NULL ? SUMMED : 0));
-        o->d2h_bytes += sent ? bytes_home(p) : 0;
+            (sums && p->whole ? MT_GRAD_COUNTED : 0) |
+            (sums && p->chunks != NULL ? MT_GRAD_CHUNKED : 0) |
+            (p->acc != NULL ? MT_GRAD_SUMMED : 0));
+        o->d2h_bytes += sent && !p->settled ? p->bytes : 0;      /* what leaves the device */
     }
 }
 
@@ -542,7 +525,7 @@ mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int
     uint64_t     next = o->collector.submitted + 1, depth = o->depth;
     ticket      *t = ticket_at(o, next);
     tally       *y;
-    staging     *g;
+    staging     *g = NULL;
     mt_watch_ask ask;
     mt_status    st;
 
@@ -591,10 +574,9 @@ mt_status mt_offload_land(mt_offload *o, mt_queue *run)
     /* The D2H queue is first in, first out: the last ticket's copies end last. */
     if (o->collector.submitted > 0 && !mt_skips(o->cx, MT_EDGE_LANDED))
         MT_DO(run->dev->ops->wait(run, ticket_at(o, o->collector.submitted)->landed));
-    mt_lock(&o->mu);
+    MT_HOLD(&o->mu);
     o->waited_for = o->collector.submitted;
     assert_state(o);
-    mt_unlock(&o->mu);
     return MT_OK;
 }
 
@@ -625,31 +607,13 @@ static tally *known(const mt_offload *o, int unit, int param)
     return param >= 0 && param < mt_store_params(o->store, unit) ? o->tally[unit] : NULL;
 }
 
-static int has_flag(mt_offload *o, int unit, int param, int flag)
+int mt_offload_has(mt_offload *o, int unit, int param, mt_grad_known what)
 {
     tally *y;
-    int    has;
 
-    mt_lock(&o->mu);
+    MT_HOLD(&o->mu);
     y = known(o, unit, param);
-    has = y != NULL && (y->flags[param] & flag) != 0;
-    mt_unlock(&o->mu);
-    return has;
-}
-
-int mt_offload_counted(mt_offload *o, int unit, int param)
-{
-    return has_flag(o, unit, param, COUNTED);
-}
-
-int mt_offload_chunked(mt_offload *o, int unit, int param)
-{
-    return has_flag(o, unit, param, CHUNKED);
-}
-
-int mt_offload_has_acc(mt_offload *o, int unit, int param)
-{
-    return has_flag(o, unit, param, SUMMED);
+    return y != NULL && (y->flags[param] & what) != 0;
 }
 
 const double *mt_offload_chunks(mt_offload *o, int unit, int param, int64_t *n)
@@ -662,7 +626,7 @@ const double *mt_offload_chunks(mt_offload *o, int unit, int param, int64_t *n)
     if ((y = known(o, unit, param)) != NULL)
         chunks = y->chunks[param];
     mt_unlock(&o->mu);
-    *n = chunks != NULL ? (int64_t)chunks_of(mt_store_owned(o->store, unit, param, &from)) : 0;
+    *n = chunks != NULL ? mt_grains(mt_store_owned(o->store, unit, param, &from)) : 0;
     return chunks;
 }
 
@@ -676,25 +640,20 @@ double mt_offload_fold(const mt_offload *o, const double *chunks, int64_t n)
 double mt_offload_sumsq(mt_offload *o, int unit, int param, int *valid)
 {
     tally *y;
-    double sum = 0;
 
-    mt_lock(&o->mu);
+    MT_HOLD(&o->mu);
     y = known(o, unit, param);
-    *valid = y != NULL && (y->flags[param] & COUNTED) != 0;
-    if (y != NULL)
-        sum = y->sum[param];
-    mt_unlock(&o->mu);
-    return sum;
+    *valid = y != NULL && (y->flags[param] & MT_GRAD_COUNTED) != 0;
+    return y != NULL ? y->sum[param] : 0;
 }
 
 void mt_offload_forget(mt_offload *o, int unit)
 {
     tally *y;
 
-    mt_lock(&o->mu);
+    MT_HOLD(&o->mu);
     if ((y = known(o, unit, 0)) != NULL)
         memset(y->flags, 0, (size_t)mt_store_params(o->store, unit));
-    mt_unlock(&o->mu);
 }
 
 uint64_t mt_offload_d2h_bytes(mt_offload *o)

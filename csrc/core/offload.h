@@ -90,19 +90,21 @@ mt_status mt_offload_drain (mt_offload *o);              /* host: everything put
  * valid = 0 when none was made since mt_offload_forget, or the unit has several owners: the job's
  * sumsq is for that, which has all their chunks (ops/sumsq.h). */
 double    mt_offload_sumsq(mt_offload *o, int unit, int param, int *valid);
-/* Is that sum made, or on its way? May be asked at once. The updater notes it at submit, since
- * zero_grad() follows step() before the gradients are there: forget leaves the value for the update
- * under way, and the next put of the unit waits for that update. */
-int       mt_offload_counted(mt_offload *o, int unit, int param);
-/* The same two, of a unit that has several owners: sums of the chunks that are this one's, [*n];
- * NULL: there are none. They stay as they are until the next put of the unit. */
+/* Of a parameter's gradient, as of now: is its sum of squares made, or on its way? Are those of the
+ * chunks that are this one's, where the unit has several owners? Has the ACC plane, or will it
+ * have, the gradient, of which the GRAD plane is the rounded copy? Asked before the next forget,
+ * which an update that was submitted before does not heed: the updater notes it at submit, since
+ * zero_grad() follows step() before the gradients are there. Forget leaves the values for the
+ * update under way, and the next put of the unit waits for that update. */
+typedef enum mt_grad_known {
+    MT_GRAD_COUNTED = 1, MT_GRAD_CHUNKED = 2, MT_GRAD_SUMMED = 4
+} mt_grad_known;
+int       mt_offload_has   (mt_offload *o, int unit, int param, mt_grad_known what);
+/* Sums of the chunks that are this one's, [*n]; NULL: there are none. They stay as they are until
+ * the next put of the unit. */
 const double *mt_offload_chunks(mt_offload *o, int unit, int param, int64_t *n);
-int       mt_offload_chunked(mt_offload *o, int unit, int param);
 /* Of all owners' chunks. */
 double    mt_offload_fold(const mt_offload *o, const double *chunks, int64_t n);
-/* 1: the ACC plane has (or will have, once it is there) the parameter's gradient, of which the GRAD
- * plane is the rounded copy. Ask before the next forget: an update submitted before it counts. */
-int       mt_offload_has_acc(mt_offload *o, int unit, int param);
 void      mt_offload_forget(mt_offload *o, int unit);     /* zero_grad: the next put is a first */
 
 uint64_t  mt_offload_d2h_bytes(mt_offload *o);

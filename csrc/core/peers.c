@@ -144,9 +144,7 @@ static void serve(mt_store *s, int rank)
         return;
     about = mt_board_about(b, MT_COUNT_ASKED, rank);
     atomic_fetch_add(&s->served, 1);
-    mt_lock(&s->serving);
-    st = mt__mirror_serve(s, about, &gone);
-    mt_unlock(&s->serving);
+    MT_WITH(&s->serving) st = mt__mirror_serve(s, about, &gone);
     if (st != MT_OK)
         mt_ledger_fault(s, st, mt_last_error());
     else if (!gone)
@@ -197,12 +195,8 @@ static void end(mt__thread *t)
 
 static mt_status begin_serving(mt_store *s)
 {
-    mt_status st;
-
-    mt_lock(&s->serving);
-    st = begin(&s->serves, serve_all, s);
-    mt_unlock(&s->serving);
-    return st;
+    MT_HOLD(&s->serving);
+    return begin(&s->serves, serve_all, s);
 }
 
 void mt_store_serve_end(mt_store *s)
@@ -252,19 +246,15 @@ void mt_store_stay(mt_store *s, double seconds)
 
 /* ---- the store ---------------------------------------------------------------------------- */
 
+MT_CLOSER(mt_store_close, mt_store)
+
 mt_status mt_store_open(const mt_context *cx, mt_store **out)
 {
-    mt_store *s;
-    mt_status st;
+    mt_store *s MT_CLOSED(mt_store_close) = NULL;
 
     if (cx->dev == NULL)
         return MT_FAIL(MT_EINVAL, "a store needs a device; open one with mt_dev_cpu_open()");
     MT_DO(MT_MAKE(s, 1, "store"));
-    if ((st = mt_watch_cond(&s->ledger.changed)) != MT_OK ||
-        (st = mt_watch_cond(&s->mirror_changed)) != MT_OK) {
-        free(s);
-        return st;
-    }
     mt_mutex_open(&s->serving, MT_RANK_SERVING);
     mt_mutex_open(&s->map_mu, MT_RANK_MAP);
     mt_mutex_open(&s->fetched_mu, MT_RANK_FETCHED);
@@ -277,16 +267,14 @@ mt_status mt_store_open(const mt_context *cx, mt_store **out)
     s->pool = cx->pool;
     s->share = cx->share;
     s->most_lent = MT_STORE_LENT;
+    MT_DO(mt_watch_cond(&s->ledger.changed));
+    MT_DO(mt_watch_cond(&s->mirror_changed));
     if (s->share != NULL)
-        MT_TRY(begin(&s->peers, watch_peers, s));
+        MT_DO(begin(&s->peers, watch_peers, s));
     if (s->share != NULL && mt_share_is_apart(s->share))
-        MT_TRY(begin_serving(s));            /* each has planes that others read */
-    *out = s;
+        MT_DO(begin_serving(s));            /* each has planes that others read */
+    *out = MT_KEEP(s);
     return MT_OK;
-
-fail:
-    mt_store_close(s);
-    return st;
 }
 
 /* The caller has closed whoever worked on the store: stream, offload and updater come first. */

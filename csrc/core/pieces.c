@@ -143,21 +143,18 @@ static mt_status cut_param(cutting *c, int param, unsigned planes)
 
 mt_status mt_pieces_cut(const mt_store *s, int unit, const mt_cut *how, mt_pieces **out)
 {
-    cutting   c = { .s = s, .unit = unit, .how = how };
-    mt_status st;
+    mt_pieces *made MT_CLOSED(mt_pieces_free) = NULL;
+    cutting    c = { .s = s, .unit = unit, .how = how };
 
-    MT_TRY(MT_MAKE(c.p, 1, mt_store_name(s, unit)));
+    MT_DO(MT_MAKE(made, 1, mt_store_name(s, unit)));
+    c.p = made;
     for (int i = 0; i < mt_store_params(s, unit); i++)
         if (bytes_of(&c, i, how->planes[i], 1, 1) > 0)
-            MT_TRY(cut_param(&c, i, how->planes[i]));
-    if (c.p->n > 0)
+            MT_DO(cut_param(&c, i, how->planes[i]));
+    if (made->n > 0)
         finish_piece(&c);
-    *out = c.p;
+    *out = MT_KEEP(made);
     return MT_OK;
-
-fail:
-    mt_pieces_free(c.p);
-    return st;
 }
 
 void mt_pieces_free(mt_pieces *p)

@@ -66,6 +66,7 @@ typedef struct mt_pieces {
 /* MT_EINVAL: a grain of some parameter does not fit the budget. */
 mt_status mt_pieces_cut (const mt_store *s, int unit, const mt_cut *how, mt_pieces **out);
 void      mt_pieces_free(mt_pieces *p);                  /* NULL is fine */
+MT_CLOSER(mt_pieces_free, mt_pieces)
 /* The parts of a piece that is, or will be, in mem. parts: [p->piece[piece].n] */
 void      mt_pieces_at  (const mt_pieces *p, int piece, void *mem, mt_part *parts);
 

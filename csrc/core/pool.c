@@ -50,24 +50,19 @@ static mt_status take_part(void *arg, mt_job *job)
 
 mt_status mt_pool_open(int n_threads, mt_pool **out)
 {
-    mt_pool  *p = NULL;
-    mt_status st;
+    mt_pool  *p MT_CLOSED(mt_pool_close) = NULL;
 
     if (n_threads < 1)
         return MT_FAIL(MT_EINVAL, "pool: %d threads; at least 1, the caller's, is needed",
                        n_threads);
-    MT_TRY(MT_MAKE(p, 1, "pool"));
+    MT_DO(MT_MAKE(p, 1, "pool"));
     p->n_threads = n_threads;
     mt_mutex_open(&p->turn, MT_RANK_POOL_TURN);
     mt_mutex_open(&p->mu, MT_RANK_POOL);
-    MT_TRY(MT_MAKE(p->jobs, n_threads, "pool"));
-    MT_TRY(mt_worker_open(&p->worker, &p->mu, n_threads - 1, "mt-pool", "pool", take_part, p));
-    *out = p;
+    MT_DO(MT_MAKE(p->jobs, n_threads, "pool"));
+    MT_DO(mt_worker_open(&p->worker, &p->mu, n_threads - 1, "mt-pool", "pool", take_part, p));
+    *out = MT_KEEP(p);
     return MT_OK;
-
-fail:
-    mt_pool_close(p);
-    return st;
 }
 
 void mt_pool_close(mt_pool *p)

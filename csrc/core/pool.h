@@ -19,6 +19,7 @@ typedef void (*mt_chunk_fn)(void *arg, int64_t chunk);
 /* n_threads >= 1 counts the caller of mt_pool_run. */
 mt_status mt_pool_open(int n_threads, mt_pool **out);
 void      mt_pool_close(mt_pool *p);                 /* NULL is fine; no run is under way */
+MT_CLOSER(mt_pool_close, mt_pool)
 /* p NULL: the calling thread alone. */
 int       mt_pool_threads(const mt_pool *p);
 void      mt_pool_run(mt_pool *p, mt_chunk_fn fn, void *arg, int64_t n_chunks);

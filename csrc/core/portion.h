@@ -37,6 +37,12 @@
 #define MT_PORTION_GRAIN 8192            /* elements */
 #define MT_OWNERS_MOST   65536
 
+/* Of n elements from a grain on. */
+static inline int64_t mt_grains(int64_t n)
+{
+    return n / MT_PORTION_GRAIN + (n % MT_PORTION_GRAIN != 0);
+}
+
 typedef struct mt_param_desc {
     mt_dtype dtype;
     int64_t  numel;          /* >= 0 */

@@ -57,22 +57,19 @@ static void assert_settled(const mt_resident *r, const settled *h, int unit)
 
 /* ---- open and close --------------------------------------------------------------------- */
 
+MT_CLOSER(mt_resident_close, mt_resident)
+
 mt_status mt_resident_open(mt_context *cx, mt_resident **out)
 {
-    mt_resident *r;
-    mt_status    st;
+    mt_resident *r MT_CLOSED(mt_resident_close) = NULL;
 
-    MT_TRY(MT_MAKE(r, 1, "resident"));
+    MT_DO(MT_MAKE(r, 1, "resident"));
     *r = (mt_resident){ .cx = cx, .dev = cx->dev, .store = cx->store };
     mt_mutex_open(&r->mu, MT_RANK_RESIDENT);
-    MT_TRY(r->dev->ops->event_open(r->dev, &r->drained));
-    MT_TRY(r->dev->ops->queue_open(r->dev, "resident", &r->queue));
-    *out = cx->residents = r;
+    MT_DO(r->dev->ops->event_open(r->dev, &r->drained));
+    MT_DO(r->dev->ops->queue_open(r->dev, "resident", &r->queue));
+    *out = cx->residents = MT_KEEP(r);
     return MT_OK;
-
-fail:
-    mt_resident_close(r);
-    return st;
 }
 
 static void settled_close(const mt_resident *r, settled *h)
@@ -318,7 +315,7 @@ static void raise_one(void *arg, int unit)
 
     if (mt_ledger_fetch_begin(r->store, unit, &version) != MT_OK)
         return;
-    mt_lock(&r->mu);
+    MT_HOLD(&r->mu);
     h = r->units[unit];
     q = mt_ferry_up(r->ferry);
     if (h != NULL && h->writes == mt_ledger_writes(r->store, unit) &&
@@ -326,7 +323,6 @@ static void raise_one(void *arg, int unit)
         mt_ledger_fault(r->store, MT_EDEVICE, mt_last_error());
     if (mt_ledger_fetching(r->store, unit, q) != MT_OK)
         mt_ledger_fault(r->store, MT_EDEVICE, mt_last_error());
-    mt_unlock(&r->mu);
 }
 
 
@@ -352,12 +348,9 @@ mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run)
     if (mt_syncs(r->cx))
         MT_DO(wait_done(r, h, unit));
     /* STEPPED: the update, or the fetch, is in the queue; run goes on when it is over. */
-    if (!mt_skips(r->cx, MT_EDGE_STEPPED))
-        MT_DO(r->dev->ops->wait(run, h->done));
+    MT_DO(mt_edge(r->cx, MT_EDGE_STEPPED, run, h->done));
     if (r->ferry != NULL) {
-        mt_lock(&r->mu);
-        st = mt_ferry_await(r->ferry, unit, run);
-        mt_unlock(&r->mu);
+        MT_WITH(&r->mu) st = mt_ferry_await(r->ferry, unit, run);
     }
     return st;
 }
@@ -412,8 +405,7 @@ static mt_status home_come(void *arg, int unit, const int *params, int n, mt_que
     mt_unlock(&r->mu);
     /* SPENT: the update before reads what d2h is about to write. Lent memory was lent before to a
      * unit whose update is in the queue by now. */
-    if (!mt_skips(r->cx, MT_EDGE_SPENT))
-        MT_DO(r->dev->ops->wait(d2h, taken));
+    MT_DO(mt_edge(r->cx, MT_EDGE_SPENT, d2h, taken));
     return MT_OK;
 }
 
@@ -421,14 +413,12 @@ static mt_status home_come(void *arg, int unit, const int *params, int n, mt_que
 static mt_status put_update(mt_resident *r, settled *h, const mt_update_job *u, float clip)
 {
     const unsigned    kept = 1u << MT_PLANE_GRAD | 1u << MT_PLANE_ACC, away = visiting(r, u->unit);
-    const mt_dev_ops *v = r->dev->ops;
     uint64_t          writes = mt_ledger_writes(r->store, u->unit);
     mt_queue         *q = r->queue;
     mt_span           span;
 
     /* ASKED: the weights are overwritten in place. */
-    if (!mt_skips(r->cx, MT_EDGE_ASKED))
-        MT_DO(v->wait(r->queue, u->asked));
+    MT_DO(mt_edge(r->cx, MT_EDGE_ASKED, r->queue, u->asked));
     /* What the update reads of the weights is in the slot: all that the host has ahead; in a share
      * what was written there of its own portion. */
     if (r->ferry != NULL ? h->writes != writes : is_ahead(r, u->unit)) {
@@ -579,9 +569,7 @@ static mt_status home_drain(void *arg)
     mt_resident *r = arg;
     mt_status    st;
 
-    mt_lock(&r->mu);
-    st = r->dev->ops->record(r->queue, r->drained);
-    mt_unlock(&r->mu);
+    MT_WITH(&r->mu) st = r->dev->ops->record(r->queue, r->drained);
     MT_DO(st);
     MT_DO(wait_drained(r));
     return r->cx->arrive != NULL ? mt_arrive_drain(r->cx->arrive) : MT_OK;
@@ -646,10 +634,9 @@ mt_resident_stats mt_resident_stats_get(mt_resident *r)
 {
     mt_resident_stats stats;
 
-    mt_lock(&r->mu);
+    MT_HOLD(&r->mu);
     stats = r->stats;
     if (r->ferry != NULL)
         stats.d2h_bytes += mt_ferry_lowered(r->ferry);
-    mt_unlock(&r->mu);
     return stats;
 }

@@ -19,7 +19,7 @@
  *     mt_mirror_bring(store, unit, 1u << MT_PLANE_HI);    // host: the weights are as on the device
  *     mt_resident_unsettle(r, unit, 1);                   // its planes move back
  *
- * Edges (each can be left out: debug.h):
+ * Edges (each can be left out: context.h):
  *   STEPPED  run waits for the unit's last update or fetch      recorded on the queue, behind it
  *   ASKED    the queue waits for compute launched before step() recorded on run, by step()
  *   FREED    the queue waits for compute that used the slot     recorded on run, by the await that

@@ -20,7 +20,7 @@ typedef struct slot_state {
 } slot_state;
 
 typedef struct walk {
-    int         *use;        /* [n_uses] unit of each COMPUTE, in order */
+    const int   *use;        /* [n_uses] the trace */
     int64_t     *next;       /* [n_uses] the next COMPUTE of the same unit, or NEVER */
     int64_t      n_uses, need;
     int64_t     *soon;       /* [n_units] the unit's first COMPUTE not yet passed, or NEVER */
@@ -38,16 +38,12 @@ static void put(walk *w, mt_step_kind kind, int unit, int slot)
 
 /* ---- what goes in ----------------------------------------------------------------------- */
 
-static mt_status check_trace(const mt_mark *trace, int64_t n, int n_units)
+static mt_status check_trace(const int *trace, int64_t n, int n_units)
 {
-    for (int64_t i = 0; i < n; i++) {
-        if (trace[i].kind != MT_COMPUTE && trace[i].kind != MT_OFFLOAD)
-            return MT_FAIL(MT_EINVAL, "mark %lld of the trace is of kind %d; COMPUTE and OFFLOAD "
-                           "are expected", (long long)i, (int)trace[i].kind);
-        if (trace[i].unit < 0 || trace[i].unit >= n_units)
-            return MT_FAIL(MT_EINVAL, "mark %lld of the trace names unit %d of %d",
-                           (long long)i, trace[i].unit, n_units);
-    }
+    for (int64_t i = 0; i < n; i++)
+        if (trace[i] < 0 || trace[i] >= n_units)
+            return MT_FAIL(MT_EINVAL, "entry %lld of the trace names unit %d of %d", (long long)i,
+                           trace[i], n_units);
     return MT_OK;
 }
 
@@ -75,7 +71,6 @@ static mt_status find_class(int unit, size_t unit_bytes, const size_t *slot_byte
 
 static void walk_close(walk *w)
 {
-    free(w->use);
     free(w->next);
     free(w->soon);
     free(w->slot_of);
@@ -89,23 +84,18 @@ static mt_status walk_open(walk *w, int64_t n_trace, int n_units, int n_slots)
 {
     w->n_units = n_units;
     w->n_slots = n_slots;
-    MT_DO(MT_MAKE(w->use, n_trace, "schedule"));
     MT_DO(MT_MAKE(w->next, n_trace, "schedule"));
     MT_DO(MT_MAKE(w->soon, n_units, "schedule"));
     MT_DO(MT_MAKE(w->slot_of, n_units, "schedule"));
     MT_DO(MT_MAKE(w->class_bytes, n_units, "schedule"));
     MT_DO(MT_MAKE(w->slot, n_slots, "schedule"));
     MT_DO(MT_MAKE(w->out, 1, "schedule"));
-    /* A mark gives itself, at most a FETCH and a RELEASE, and an UPDATE. */
-    return MT_MAKE(w->out->steps, 3 * n_trace + n_units, "schedule");
+    return MT_MAKE(w->out->steps, 2 * n_trace, "schedule");      /* each with a FETCH at most */
 }
 
-/* The COMPUTEs, and from the last to the first, who is needed when. */
-static void walk_read(walk *w, const mt_mark *trace, int64_t n_trace, const size_t *slot_bytes)
+/* From the last COMPUTE to the first, who is needed when. */
+static void walk_read(walk *w, const size_t *slot_bytes)
 {
-    for (int64_t i = 0; i < n_trace; i++)
-        if (trace[i].kind == MT_COMPUTE)
-            w->use[w->n_uses++] = trace[i].unit;
     for (int u = 0; u < w->n_units; u++) {
         w->soon[u] = NEVER;
         w->slot_of[u] = -1;
@@ -152,10 +142,8 @@ static void fetch(walk *w, int unit, int slot)
 {
     slot_state *s = &w->slot[slot];
 
-    if (s->unit >= 0) {
-        put(w, MT_RELEASE, s->unit, slot);
+    if (s->unit >= 0)
         w->slot_of[s->unit] = -1;
-    }
     put(w, MT_FETCH, unit, slot);
     s->unit = unit;
     w->slot_of[unit] = slot;
@@ -174,79 +162,37 @@ static void prefetch(walk *w)
 
 /* ---- the walk --------------------------------------------------------------------------- */
 
-static void compute(walk *w, int64_t k)
+static void walk_run(walk *w)
 {
-    int unit = w->use[k], slot = w->slot_of[unit];
-
-    put(w, MT_COMPUTE, unit, slot);
-    w->slot[slot].last_use = k;
-    w->soon[unit] = w->next[k];
     prefetch(w);
-}
+    for (int64_t k = 0; k < w->n_uses; k++) {
+        int unit = w->use[k], slot = w->slot_of[unit];
 
-/* `soon` is NEVER everywhere once all COMPUTEs are passed; from here on it is a list of what is
- * left to update. */
-enum { LEFT = -1, DONE = -2 };
-
-static void update(walk *w, int unit)
-{
-    if (w->soon[unit] == LEFT)
-        put(w, MT_UPDATE, unit, -1);
-    w->soon[unit] = DONE;
-}
-
-/* In the order in which the next step will want the weights: of first COMPUTE. Units that no
- * COMPUTE names (their weights stay on the device) come last. */
-static void updates(walk *w, const mt_mark *trace, int64_t n_trace)
-{
-    for (int64_t i = 0; i < n_trace; i++)
-        if (trace[i].kind == MT_OFFLOAD)
-            w->soon[trace[i].unit] = LEFT;
-    for (int64_t k = 0; k < w->n_uses; k++)
-        update(w, w->use[k]);
-    for (int64_t i = 0; i < n_trace; i++)
-        update(w, trace[i].unit);
-}
-
-static void walk_run(walk *w, const mt_mark *trace, int64_t n_trace)
-{
-    int64_t k = 0;
-
-    prefetch(w);
-    for (int64_t i = 0; i < n_trace; i++) {
-        if (trace[i].kind == MT_COMPUTE)
-            compute(w, k++);
-        else
-            put(w, MT_OFFLOAD, trace[i].unit, -1);
+        put(w, MT_COMPUTE, unit, slot);
+        w->slot[slot].last_use = k;
+        w->soon[unit] = w->next[k];
+        prefetch(w);
     }
-    for (int i = 0; i < w->n_slots; i++)
-        if (w->slot[i].unit >= 0)
-            put(w, MT_RELEASE, w->slot[i].unit, i);
-    updates(w, trace, n_trace);
 }
 
-mt_status mt_schedule_build(const mt_mark *trace, int64_t n_trace,
+mt_status mt_schedule_build(const int *trace, int64_t n_trace,
                             const size_t *unit_bytes, int n_units,
                             const size_t *slot_bytes, int n_slots, mt_schedule **out)
 {
-    walk      w = {0};
+    walk      w = { .use = trace, .n_uses = n_trace };
     mt_status st;
 
     if (n_trace < 0 || n_units < 0 || n_slots < 0)
-        return MT_FAIL(MT_EINVAL, "schedule: %lld marks, %d units, %d slots",
+        return MT_FAIL(MT_EINVAL, "schedule: %lld windows, %d units, %d slots",
                        (long long)n_trace, n_units, n_slots);
     MT_TRY(check_trace(trace, n_trace, n_units));
     MT_TRY(walk_open(&w, n_trace, n_units, n_slots));
-    walk_read(&w, trace, n_trace, slot_bytes);
+    walk_read(&w, slot_bytes);
     for (int u = 0; u < n_units; u++)
         if (w.soon[u] != NEVER)
             MT_TRY(find_class(u, unit_bytes[u], slot_bytes, n_slots, &w.class_bytes[u]));
-    walk_run(&w, trace, n_trace);
-    *out = w.out;
-    w.out = NULL;
-    walk_close(&w);
-    return MT_OK;
-
+    walk_run(&w);
+    *out = MT_KEEP(w.out);
 fail:
     walk_close(&w);
     return st;
@@ -260,12 +206,6 @@ void mt_schedule_free(mt_schedule *s)
 }
 
 /* ---- as text ---------------------------------------------------------------------------- */
-
-static const char *const verbs[] = { [MT_FETCH] = "fetch", [MT_COMPUTE] = "compute",
-                                     [MT_RELEASE] = "release", [MT_OFFLOAD] = "offload",
-                                     [MT_UPDATE] = "update" };
-static const char *const before_slot[] = { [MT_FETCH] = "->", [MT_COMPUTE] = "in",
-                                           [MT_RELEASE] = "from" };
 
 typedef struct label { char text[24]; } label;
 
@@ -291,16 +231,13 @@ size_t mt_schedule_print(const mt_schedule *s, const char *const *names, char *t
         text[0] = '\0';
     for (int64_t i = 0; i < s->n; i++) {
         const mt_step *e = &s->steps[i];
-        const char    *name = name_of(names, e->unit, &own), *verb = verbs[e->kind];
+        const char    *verb = e->kind == MT_FETCH ? "fetch" : "compute";
         char          *at = len < cap ? text + len : NULL;
         size_t         room = len < cap ? cap - len : 0;
-        int            n;
+        int            n = snprintf(at, room, "%s %-*s %s slot %d\n", verb,
+                                    (int)(width - strlen(verb)) - 1, name_of(names, e->unit, &own),
+                                    e->kind == MT_FETCH ? "->" : "in", e->slot);
 
-        if (e->slot < 0)
-            n = snprintf(at, room, "%s %s\n", verb, name);
-        else
-            n = snprintf(at, room, "%s %-*s %s slot %d\n", verb, (int)(width - strlen(verb)) - 1,
-                         name, before_slot[e->kind], e->slot);
         len += n > 0 ? (size_t)n : 0;
     }
     return len;

@@ -1,13 +1,10 @@
 /* schedule.h — which slot holds which unit when, as data.
  *
- * A trace is what a step did: the order in which windows opened and gradients were handed over.
- * A schedule is the same step with its copies put in: a list of
+ * A trace is what a step did: the units whose windows opened, in order. A schedule is the same step
+ * with its copies put in: a list of
  *
  *     FETCH   u -> slot    put in the H2D queue: as early as a slot allows
  *     COMPUTE u in slot    the window's work, or a part of backward that needs u's weights
- *     RELEASE u            last COMPUTE before its slot is fetched over (says when a slot is free)
- *     OFFLOAD u            gradients leave
- *     UPDATE  u            in the order of first use: the next step's fetches wait for these
  *
  *     mt_schedule_build(trace, n, unit_bytes, n_units, slot_bytes, n_slots, &sch);
  *     mt_schedule_print(sch, names, text, sizeof text);
@@ -25,8 +22,7 @@
  * Rules, which tests hold for random traces:
  *   each COMPUTE is preceded by a FETCH of that unit into that slot with no other FETCH into it
  *   between; no slot is fetched over while a later COMPUTE of its unit precedes the next use of the
- *   newcomer; each OFFLOAD of the trace appears once; each unit offloaded is updated once, after
- *   its last OFFLOAD.
+ *   newcomer.
  */
 #ifndef MT_SCHEDULE_H
 #define MT_SCHEDULE_H
@@ -34,18 +30,13 @@
 #include "status.h"
 #include <stdint.h>
 
-typedef enum mt_step_kind { MT_FETCH, MT_COMPUTE, MT_RELEASE, MT_OFFLOAD, MT_UPDATE } mt_step_kind;
+typedef enum mt_step_kind { MT_FETCH, MT_COMPUTE } mt_step_kind;
 
 typedef struct mt_step {
     mt_step_kind kind;
     int          unit;
-    int          slot;       /* FETCH, COMPUTE, RELEASE; else -1 */
+    int          slot;
 } mt_step;
-
-typedef struct mt_mark {     /* one entry of a trace: COMPUTE or OFFLOAD */
-    mt_step_kind kind;
-    int          unit;
-} mt_mark;
 
 typedef struct mt_schedule {
     mt_step *steps;
@@ -58,7 +49,7 @@ typedef struct mt_schedule {
  * window are several COMPUTEs in the trace, each of which stays until its own.
  * MT_EINVAL when a unit of the trace fits no slot (names its number, its bytes
  * and the largest slot). */
-mt_status mt_schedule_build(const mt_mark *trace, int64_t n_trace,
+mt_status mt_schedule_build(const int *trace, int64_t n_trace,
                             const size_t *unit_bytes, int n_units,
                             const size_t *slot_bytes, int n_slots, mt_schedule **out);
 void      mt_schedule_free (mt_schedule *s);

@@ -1,7 +1,6 @@
 /* share.c — a memfd: its head, its ranges, and what ranks say there. */
 #include "share.h"
 
-#include "checked.h"
 #include "clock.h"
 #include "forks.h"
 #include "lock.h"
@@ -182,12 +181,13 @@ static mt_status take_rank(mt_share *h)
     return MT_OK;
 }
 
+MT_CLOSER(mt_share_close, mt_share)
+
 mt_status mt_share_open(int fd, int rank, int ranks, mt_share **out)
 {
     size_t    counters = (size_t)(MT_COUNTS - 1 - MT_UNIT_COUNTS + ranks) * (size_t)ranks;
-    mt_share *h;
+    mt_share *h MT_CLOSED(mt_share_close) = NULL;
     void     *map;
-    mt_status st;
 
     if (rank < 0 || rank >= ranks || ranks > MT_RANKS_MOST)
         return MT_FAIL(MT_EINVAL, "shared memory: there is no rank %d of %d; there may be 1 to %d, "
@@ -195,17 +195,13 @@ mt_status mt_share_open(int fd, int rank, int ranks, mt_share **out)
     MT_DO(MT_MAKE(h, 1, "shared memory"));
     *h = (mt_share){ .fd = -1, .rank = rank, .ranks = ranks,
                      .head_bytes = sizeof(head) + counters * 2 * sizeof(uint64_t) };
-    MT_TRY(open_file(h, fd));
-    MT_TRY(mt_share_room(h, h->head_bytes, "ranks", &map));
+    MT_DO(open_file(h, fd));
+    MT_DO(mt_share_room(h, h->head_bytes, "ranks", &map));
     h->head = map;
     h->board = (mt_board){ .share = h, .unit = -1, .words = (_Atomic uint64_t *)(h->head + 1) };
-    MT_TRY(take_rank(h));
-    *out = h;
+    MT_DO(take_rank(h));
+    *out = MT_KEEP(h);
     return MT_OK;
-
-fail:
-    mt_share_close(h);
-    return st;
 }
 
 void mt_share_close(mt_share *h)
@@ -253,7 +249,7 @@ int mt_share_ranks(const mt_share *h)
 
 /* Others' threads sleep on the word: of all that this rank has said so far they see at least this
  * change. */
-static void wake(mt_share *h)
+void mt_share_stir(mt_share *h)
 {
     atomic_fetch_add(&h->head->word, 1);
     (void)syscall(SYS_futex, &h->head->word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
@@ -262,11 +258,6 @@ static void wake(mt_share *h)
 uint32_t mt_share_word(const mt_share *h)
 {
     return atomic_load(&h->head->word);
-}
-
-void mt_share_stir(mt_share *h)
-{
-    wake(h);
 }
 
 void mt_share_sleep(const mt_share *h, uint32_t word, int ms)
@@ -315,6 +306,15 @@ int mt_board_behind(const mt_board *b, int count, uint64_t n)
     return rank;
 }
 
+int mt_board_differs(const mt_board *b, int count, uint64_t about)
+{
+    int rank = 0;
+
+    while (rank < b->share->ranks && mt_board_about(b, count, rank) == about)
+        rank++;
+    return rank;
+}
+
 /* Of a rank that this one speaks for. */
 static void say(const mt_board *b, int rank, int count, uint64_t n, uint64_t about)
 {
@@ -325,7 +325,7 @@ static void say(const mt_board *b, int rank, int count, uint64_t n, uint64_t abo
     MT_ASSERT(!mt_share_said(b->share, MT_COUNT_LEFT, rank));            /* (4) */
     atomic_store(to + 1, about);             /* (3) */
     atomic_store(to, n);
-    wake(b->share);
+    mt_share_stir(b->share);
 }
 
 /* For other machines. What is served goes to the asker's alone. */
@@ -339,14 +339,13 @@ static void put_note(mt_share *h, mt_note note)
         return;
     if ((l = calloc(1, sizeof *l)) != NULL)
         l->note = note;
-    mt_lock(&h->notes_mu);
+    MT_HOLD(&h->notes_mu);
     if (l != NULL) {
         *h->last = l;
         h->last = &l->next;
     }
     h->lost |= l == NULL;
     pthread_cond_broadcast(&h->noted);
-    mt_unlock(&h->notes_mu);
 }
 
 void mt_board_say(const mt_board *b, int count, uint64_t n, uint64_t about)
@@ -432,7 +431,7 @@ void mt_share_gone(mt_share *h, int rank)
     uint64_t none = 0;
 
     (void)atomic_compare_exchange_strong(&h->head->gone_ns[rank], &none, mt_now_ns());
-    wake(h);
+    mt_share_stir(h);
 }
 
 /* This rank's, of what it says once. */

@@ -148,6 +148,8 @@ uint64_t  mt_board_said  (const mt_board *b, int count, int rank);
 uint64_t  mt_board_about (const mt_board *b, int count, int rank);
 /* The first rank that has not come to n; ranks: all have. */
 int       mt_board_behind(const mt_board *b, int count, uint64_t n);
+/* The first rank whose second number is another one than `about`; ranks: none. */
+int       mt_board_differs(const mt_board *b, int count, uint64_t about);
 /* Of a plane, what ranks of this machine keep there about other machines' portions of it. */
 #define MT_BOARD_PLANES 16
 _Atomic uint64_t *mt_board_plane(const mt_board *b, int plane);

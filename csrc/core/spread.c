@@ -12,13 +12,9 @@
 /* The place that belongs to this address of the plane; NULL: nobody has asked for one. */
 static void *view_of(mt_store *s, const mt__plane *pl, const void *at)
 {
-    void *place = NULL;
-
-    mt_lock(&s->map_mu);
-    if (pl->view.base != NULL)
-        place = (char *)pl->view.base + ((const char *)at - (const char *)pl->arena.base);
-    mt_unlock(&s->map_mu);
-    return place;
+    MT_HOLD(&s->map_mu);
+    return pl->view.base == NULL ? NULL
+           : (char *)pl->view.base + ((const char *)at - (const char *)pl->arena.base);
 }
 
 mt_status mt_store_view(mt_store *s, int unit, int param, mt_plane p, void **out)
@@ -40,9 +36,7 @@ mt_status mt_store_view(mt_store *s, int unit, int param, mt_plane p, void **out
     if (pl->view.base == NULL)
         st = mt_arena_range(&made, &u->range[p], 1, u->name, mt_store_bytes(s, MT_PLANE_COUNT));
     if (pl->view.base == NULL && st == MT_OK) {
-        mt_lock(&s->map_mu);
-        pl->view = made;
-        mt_unlock(&s->map_mu);
+        MT_WITH(&s->map_mu) pl->view = made;
     }
     mt_unlock(&pl->making);
     if (st == MT_OK)
@@ -113,23 +107,22 @@ static mt_status meet(mt_store *s, const spread *w, mt_count what, uint64_t n)
 /* Every rank has written, and all the same. Who was interrupted comes here again. */
 static mt_status meet_writers(mt_store *s, const spread *w, uint64_t n)
 {
-    int       me = mt_share_rank(s->share);
-    mt_status st = MT_OK;
+    const mt_board *b = mt_share_board(s->share);
+    int             me = mt_share_rank(s->share), rank;
+    uint64_t        other;
+    mt_status       st;
 
-    if (mt_share_said(s->share, MT_COUNT_WRITTEN, me) < n)
+    if (mt_board_said(b, MT_COUNT_WRITTEN, me) < n)
         mt_ledger_say(s, MT_COUNT_WRITTEN, n, about(w));
     MT_DO(meet(s, w, MT_COUNT_WRITTEN, n));
-    for (int rank = 0; rank < mt_share_ranks(s->share) && st == MT_OK; rank++) {
-        uint64_t other = mt_share_about(s->share, MT_COUNT_WRITTEN, rank);
-
-        if (other == about(w))
-            continue;
-        st = MT_FAIL(MT_EPEER, "rank %d wrote unit %s, parameter %d, where rank %d wrote unit %s, "
-                     "parameter %d; what one rank writes in place all ranks have to, in one order",
-                     rank, mt_store_name(s, (int)(other >> 40)), (int)(other >> 16 & 0xffffff), me,
-                     mt_store_name(s, w->unit), w->param);
-        mt_ledger_fault(s, st, mt_last_error());
-    }
+    if ((rank = mt_board_differs(b, MT_COUNT_WRITTEN, about(w))) == mt_share_ranks(s->share))
+        return MT_OK;
+    other = mt_board_about(b, MT_COUNT_WRITTEN, rank);
+    st = MT_FAIL(MT_EPEER, "rank %d wrote unit %s, parameter %d, where rank %d wrote unit %s, "
+                 "parameter %d; what one rank writes in place all ranks have to, in one order",
+                 rank, mt_store_name(s, (int)(other >> 40)), (int)(other >> 16 & 0xffffff), me,
+                 mt_store_name(s, w->unit), w->param);
+    mt_ledger_fault(s, st, mt_last_error());
     return st;
 }
 

@@ -60,6 +60,14 @@ mt_status mt_fail_again(mt_status st, const char *text)
     return st;
 }
 
+void mt_free_at(void *pointer)
+{
+    void *p;
+
+    memcpy(&p, pointer, sizeof p);          /* it points to a pointer of some other type */
+    free(p);
+}
+
 mt_status mt_make_(const char *file, int line, void *at, int64_t n, size_t each, const char *what)
 {
     void *made = calloc(n > 0 ? (size_t)n : 1, each);

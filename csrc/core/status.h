@@ -48,6 +48,14 @@ mt_status mt_fail_again(mt_status st, const char *text);
 /* The same where nothing is: the failure is the function's own. */
 #define MT_DO(expr) do { mt_status st_ = (expr); if (st_ != MT_OK) return st_; } while (0)
 
+/* Of a pointer: what it points to is closed where its block ends, however that is left, unless
+ * MT_KEEP(p) has given it to somebody else. MT_CLOSER makes of a function one that can do so. */
+#define MT_CLOSED(close) __attribute__((cleanup(close##_at)))
+#define MT_FREED         MT_CLOSED(mt_free)
+#define MT_CLOSER(close, type) static inline void close##_at(type **p) { close(*p); }
+#define MT_KEEP(p) __extension__({ __typeof__(p) kept_ = (p); (p) = NULL; kept_; })
+void mt_free_at(void *pointer);
+
 /* Zeroed memory for n of what p is to point to, for one where n is 0; MT_ENOMEM, and p NULL, where
  * there is none. what: the room's or the unit's name, for the message. */
 #define MT_MAKE(p, n, what) \

@@ -89,43 +89,31 @@ static int has_room(const mt__unit *u, int all, mt_plane p, const mt_param_desc 
     return has;
 }
 
-static int is_for_all(const mt__unit *u, int side)
-{
-    return u->shared && side == MT__HOST;
-}
-
-/* Where each parameter starts in a plane, and the bytes of all: multiples of the unit's align; on
- * the device, whose memory is nobody else's, of what parts take. */
-static mt_status lay_out(const mt__unit *u, int side, mt_plane p, size_t *offset, size_t *bytes)
-{
-    size_t at = 0, len, align = side == MT__HOST ? u->align : MT_PART_ALIGN;
-
-    for (int i = 0; i < u->shape.n; i++) {
-        const mt_param_desc *d = &u->shape.desc[i];
-        int                  has = has_room(u, is_for_all(u, side), p, d, &len);
-
-        offset[i] = has ? at : MT__ABSENT;
-        if ((has && (uint64_t)d->numel > SIZE_MAX / ELEM_MOST) ||
-            __builtin_add_overflow(at, has ? len : 0, &at) || at > SIZE_MAX - align)
-            return MT_FAIL(MT_EINVAL, "unit %s: parameter %d of %" PRId64 " x %s does not fit "
-                           "an address space", u->name, i, d->numel, mt_dtype_name(d->dtype));
-        at = round_up(at, align);
-    }
-    *bytes = at;
-    return MT_OK;
-}
-
+/* All are multiples of the unit's align; on the device, whose memory is nobody else's, of what
+ * parts take. */
 mt_status mt__lay_out(const mt__unit *u, int side, mt_plane p, size_t **offset, size_t *bytes)
 {
-    size_t   *made;
+    size_t   *made, at = 0, len, align = side == MT__HOST ? u->align : MT_PART_ALIGN;
     mt_status st;
 
     MT_DO(MT_MAKE(made, u->shape.n, u->name));
-    if ((st = lay_out(u, side, p, made, bytes)) == MT_OK)
-        *offset = made;
-    else
-        free(made);
-    return st;
+    for (int i = 0; i < u->shape.n; i++) {
+        const mt_param_desc *d = &u->shape.desc[i];
+        int                  has = has_room(u, u->shared && side == MT__HOST, p, d, &len);
+
+        made[i] = has ? at : MT__ABSENT;
+        if ((has && (uint64_t)d->numel > SIZE_MAX / ELEM_MOST) ||
+            __builtin_add_overflow(at, has ? len : 0, &at) || at > SIZE_MAX - align) {
+            st = MT_FAIL(MT_EINVAL, "unit %s: parameter %d of %" PRId64 " x %s does not fit "
+                         "an address space", u->name, i, d->numel, mt_dtype_name(d->dtype));
+            free(made);
+            return st;
+        }
+        at = round_up(at, align);
+    }
+    *offset = made;
+    *bytes = at;
+    return MT_OK;
 }
 
 static mt_status check_desc(const char *name, const mt_param_desc *d, int i)
@@ -207,14 +195,13 @@ static mt_status unit_open(mt_store *s, const char *name, const mt_param_desc *d
     MT_TRY(MT_MAKE(u->name, (int64_t)strlen(name) + 1, name));
     strcpy(u->name, name);
     MT_TRY(MT_MAKE(u->shape.desc, n, name));
-    MT_TRY(MT_MAKE(u->shape.offset, n, name));
     MT_TRY(MT_MAKE(u->unfiled, n, name));
     MT_TRY(MT_MAKE(u->chunk, n, name));
     for (int i = 0; i < n; i++) {
         MT_TRY(check_desc(name, &d[i], i));
         u->shape.desc[i] = d[i];
     }
-    MT_TRY(lay_out(u, MT__HOST, MT_PLANE_HI, u->shape.offset, &u->shape.bytes));
+    MT_TRY(mt__lay_out(u, MT__HOST, MT_PLANE_HI, &u->shape.offset, &u->shape.bytes));
     *out = u;
     return MT_OK;
 
@@ -233,12 +220,9 @@ static uint64_t mix(uint64_t hash, const void *data, size_t bytes)
     return hash;
 }
 
-/* Of n elements from a grain on. */
 static int64_t chunks_of(mt_dtype dt, int64_t n)
 {
-    int64_t chunks = n / MT_PORTION_GRAIN + (n % MT_PORTION_GRAIN != 0);
-
-    return mt_plane_bytes(MT_PLANE_GRAD, dt, MT_STATES_FP32, n) > 0 ? chunks : 0;
+    return mt_plane_bytes(MT_PLANE_GRAD, dt, MT_STATES_FP32, n) > 0 ? mt_grains(n) : 0;
 }
 
 /* In a share: a unit's board, then its ranges (share.h, (5)). */
@@ -358,12 +342,11 @@ mt_status mt_store_set_trainable(mt_store *s, int unit, int param, int on)
     mt_status     st;
 
     MT_DO(mt__find(s, unit, param, &u));
-    mt_lock(&s->map_mu);
+    MT_HOLD(&s->map_mu);
     d = u->shape.desc[param];
     d.trainable = on != 0;
     if ((st = check_desc(u->name, &d, param)) == MT_OK)
         __atomic_store_n(&u->shape.desc[param].trainable, d.trainable, __ATOMIC_RELAXED);
-    mt_unlock(&s->map_mu);
     return st;
 }
 
@@ -380,38 +363,34 @@ int mt_store_units(const mt_store *s)
 
 int mt_store_params(const mt_store *s, int unit)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-    return u != NULL ? u->shape.n : 0;
+    return mt__unit_or_none(s, unit)->shape.n;
 }
 
 const char *mt_store_name(const mt_store *s, int unit)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-    return u != NULL ? u->name : "?";
+    return mt__unit_or_none(s, unit)->name;
 }
 
 const mt_param_desc *mt_store_desc(const mt_store *s, int unit, int param)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-    return u != NULL && param >= 0 && param < u->shape.n ? &u->shape.desc[param] : NULL;
+    const mt_shape *all = &mt__unit_or_none(s, unit)->shape;
+    return param >= 0 && param < all->n ? &all->desc[param] : NULL;
 }
 
 size_t mt_store_hi_bytes(const mt_store *s, int unit)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-    return u != NULL ? u->shape.bytes : 0;
+    return mt__unit_or_none(s, unit)->shape.bytes;
 }
 
 size_t mt_store_offset(const mt_store *s, int unit, int param)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-    return u != NULL && param >= 0 && param < u->shape.n ? u->shape.offset[param] : 0;
+    const mt_shape *all = &mt__unit_or_none(s, unit)->shape;
+    return param >= 0 && param < all->n ? all->offset[param] : 0;
 }
 
 size_t mt_store_align(const mt_store *s, int unit)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-    return u != NULL ? u->align : MT_PART_ALIGN;
+    return mt__unit_or_none(s, unit)->align;
 }
 
 size_t mt_store_plane_bytes(const mt_store *s, int unit, int param, mt_plane p, int64_t n)
@@ -422,8 +401,7 @@ size_t mt_store_plane_bytes(const mt_store *s, int unit, int param, mt_plane p, 
 
 mt_states mt_store_states(const mt_store *s, int unit)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-    return u != NULL ? states_of(u) : MT_STATES_FP32;
+    return states_of(mt__unit_or_none(s, unit));
 }
 
 mt_status mt_store_set_states(mt_store *s, int unit, mt_states states)
@@ -479,34 +457,30 @@ mt_status mt_portion_of(const mt_store *s, int unit, int owner, int owners, mt_p
 
 size_t mt_portion_byte(const mt_store *s, int unit, mt_bound b)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-
-    return u != NULL ? mt_shape_byte(&u->shape, b) : 0;
+    return mt_shape_byte(&mt__unit_or_none(s, unit)->shape, b);
 }
 
 int mt_store_owners(const mt_store *s, int unit)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-    return u != NULL ? u->owners : 1;
+    return mt__unit_or_none(s, unit)->owners;
 }
 
 int64_t mt_store_owned(const mt_store *s, int unit, int param, int64_t *from)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
+    const mt__unit *u = mt__unit_or_none(s, unit);
 
     *from = 0;
-    if (u == NULL || param < 0 || param >= u->shape.n)
-        return 0;
-    return mt_portion_part(&u->own, param, u->shape.desc[param].numel, from);
+    return param >= 0 && param < u->shape.n
+           ? mt_portion_part(&u->own, param, u->shape.desc[param].numel, from) : 0;
 }
 
 double *mt_store_sums(const mt_store *s, int unit, int param, int own, int64_t *n)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
+    const mt__unit *u = mt__unit_or_none(s, unit);
     int64_t         from = 0, elements;
 
     *n = 0;
-    if (u == NULL || !u->shared || param < 0 || param >= u->shape.n)
+    if (!u->shared || param < 0 || param >= u->shape.n)
         return NULL;
     elements = own ? mt_store_owned(s, unit, param, &from) : u->shape.desc[param].numel;
     *n = chunks_of(u->shape.desc[param].dtype, elements);
@@ -543,12 +517,6 @@ static unsigned registered(const mt__unit *u, const mt_home *h)
     return h->registered | (u->shared ? h->later : 0);
 }
 
-/* With whom a plane's host memory is registered: those that a copy engine looks at. */
-static mt_dev *registrar(const mt_store *s, const mt__unit *u, mt_plane p)
-{
-    return registered(u, atomic_load(&u->home)) >> p & 1 ? s->dev : NULL;
-}
-
 /* The plane's memory on the host is a copy: no more than addresses until it is committed. */
 static int is_copy(const mt__unit *u, mt_plane p)
 {
@@ -570,7 +538,7 @@ static int is_own_copy(const mt__unit *u, mt_plane p, int param)
 /* In a share, but of HI, an arena is addresses for its parameters, each of which has its own. */
 static int in_parts(const mt__unit *u, int side, mt_plane p)
 {
-    return is_for_all(u, side) && p != MT_PLANE_HI;
+    return u->shared && side == MT__HOST && p != MT_PLANE_HI;
 }
 
 /* What an arena is to have: n parameters from the first on, which lie at these offsets. */
@@ -585,7 +553,7 @@ typedef struct extent {
  * Of other planes it does so always. */
 static void keep_own(const mt__unit *u, int side, mt_plane p, extent *x)
 {
-    int whole = (p == MT_PLANE_HI && !(is_for_all(u, side) && is_copy(u, p))) ||
+    int whole = (p == MT_PLANE_HI && !(u->shared && side == MT__HOST && is_copy(u, p))) ||
                 (u->own.begin.param == 0 && u->own.begin.from == 0 &&
                  u->own.end.param == u->shape.n);
 
@@ -614,58 +582,43 @@ static size_t place_of(const mt__unit *u, mt_plane p, int param)
     return at;
 }
 
-/* Host memory: addresses for all of it, pages for what is this process's; of a copy none yet. */
-static mt_status map_host(mt_store *s, const mt__unit *u, mt_plane p, const extent *x, int copy,
-                          mt_arena *out)
+/* Host memory: addresses for all of it, pages for what is this process's; of a copy none yet. Under
+ * making, also while the pool touches the pages: another thread's first `at` waits for it. No chunk
+ * of the pool's asks for addresses, so the pool's turn comes. */
+static mt_status map(mt_store *s, const mt__unit *u, int side, mt_plane p, const extent *x,
+                     mt_arena *out)
 {
+    int       copy = x->own ? is_own_copy(u, p, x->first) : is_copy(u, p);
     size_t    mapped = mt_store_bytes(s, MT_PLANE_COUNT);
+    mt_dev   *dev = registered(u, atomic_load(&u->home)) >> p & 1 ? s->dev : NULL;
     mt_arena  made = { 0 };
     char      what[256];
     mt_status st;
 
     snprintf(what, sizeof what, "unit %s, plane %s", u->name, mt_plane_name(p));
-    if (!u->shared && !copy && x->kept == x->bytes)
-        return mt_arena_open(out, x->bytes, s->pool, registrar(s, u, p), what, mapped);
-    if (!u->shared)
-        MT_DO(mt_arena_reserve(&made, x->bytes, what, mapped));
-    else if (!x->own)
-        MT_DO(mt_arena_range(&made, &u->range[p], 0, what, mapped));
-    else
-        mt_arena_part(&made, &u->plane[MT__HOST][p].arena, place_of(u, p, x->first), x->bytes);
-    mt_arena_keep(&made, x->from, x->kept);
-    if (!copy && (st = mt_arena_commit(&made, s->pool, registrar(s, u, p))) != MT_OK) {
-        mt_arena_close(&made);
-        return st;
-    }
-    *out = made;
-    return MT_OK;
-}
-
-/* Under making, also while the pool touches the pages: another thread's first `at` waits for it.
- * No chunk of the pool's asks for addresses, so the pool's turn comes. */
-static mt_status map(mt_store *s, const mt__unit *u, int side, mt_plane p, const extent *x,
-                     mt_arena *a)
-{
-    int  copy = x->own ? is_own_copy(u, p, x->first) : is_copy(u, p);
-    char what[256];
-
-    if (side == MT__HOST) {
-        MT_DO(map_host(s, u, p, x, copy, a));
-        atomic_fetch_add(&s->mapped[p], copy ? 0 : a->kept);
+    if (side == MT__DEVICE) {
+        MT_DO(mt_arena_device(out, x->from, x->kept, s->dev, what));
+        atomic_fetch_add(&s->on_device, out->kept);
         return MT_OK;
     }
-    snprintf(what, sizeof what, "unit %s, plane %s", u->name, mt_plane_name(p));
-    MT_DO(mt_arena_device(a, x->from, x->kept, s->dev, what));
-    atomic_fetch_add(&s->on_device, a->kept);
+    if (!u->shared && !copy && x->kept == x->bytes) {
+        MT_DO(mt_arena_open(&made, x->bytes, s->pool, dev, what, mapped));
+    } else {
+        if (!u->shared)
+            MT_DO(mt_arena_reserve(&made, x->bytes, what, mapped));
+        else if (!x->own)
+            MT_DO(mt_arena_range(&made, &u->range[p], 0, what, mapped));
+        else
+            mt_arena_part(&made, &u->plane[MT__HOST][p].arena, place_of(u, p, x->first), x->bytes);
+        mt_arena_keep(&made, x->from, x->kept);
+        if (!copy && (st = mt_arena_commit(&made, s->pool, dev)) != MT_OK) {
+            mt_arena_close(&made);
+            return st;
+        }
+    }
+    atomic_fetch_add(&s->mapped[p], copy ? 0 : made.kept);
+    *out = made;
     return MT_OK;
-}
-
-/* Under making. What became of an arena is known to all from here on. */
-static void publish_arena(mt_store *s, mt_arena *a, mt_arena made)
-{
-    mt_lock(&s->map_mu);
-    *a = made;
-    mt_unlock(&s->map_mu);
 }
 
 void mt__unbind(mt_store *s, mt__unit *u)
@@ -681,7 +634,7 @@ static mt_status plane_make(mt_store *s, mt__unit *u, int side, mt_plane p)
 {
     mt__plane *pl = &u->plane[side][p];
     extent     x = { .n = u->shape.n };
-    size_t    *offset;
+    size_t    *offset MT_FREED = NULL;
     uintptr_t *at;
     mt_arena   made = { 0 };
     mt_status  st;
@@ -692,10 +645,10 @@ static mt_status plane_make(mt_store *s, mt__unit *u, int side, mt_plane p)
     x.offset = offset;
     if (!in_parts(u, side, p))
         keep_own(u, side, p, &x);
-    MT_TRY(MT_MAKE(at, u->shape.n, u->name));
+    MT_DO(MT_MAKE(at, u->shape.n, u->name));
     if ((st = map(s, u, side, p, &x, &made)) != MT_OK) {
         free(at);
-        goto fail;
+        return st;
     }
     for (int i = 0; i < u->shape.n && !in_parts(u, side, p); i++)
         at[i] = offset[i] != MT__ABSENT ? (uintptr_t)made.base + offset[i] : 0;
@@ -703,9 +656,7 @@ static mt_status plane_make(mt_store *s, mt__unit *u, int side, mt_plane p)
     pl->arena = made;
     pl->at = at;
     mt_unlock(&s->map_mu);
-fail:
-    free(offset);
-    return st;
+    return MT_OK;
 }
 
 /* A parameter's own arena, to be made: also of one that is not trained now, whose states may be on
@@ -731,17 +682,14 @@ static mt_status own_make(mt_store *s, mt__unit *u, int param, int side, mt_plan
 
     if (room == NULL) {
         MT_DO(MT_MAKE(room, u->shape.n, u->name));
-        mt_lock(&s->map_mu);
-        pl->own = room;
-        mt_unlock(&s->map_mu);
+        MT_WITH(&s->map_mu) pl->own = room;
     }
     if (pl->own[param].base != NULL)
         return MT_OK;
     MT_DO(map(s, u, side, p, &x, &made));
-    mt_lock(&s->map_mu);
+    MT_HOLD(&s->map_mu);
     pl->own[param] = made;
     pl->at[param] = (uintptr_t)made.base;
-    mt_unlock(&s->map_mu);
     return MT_OK;
 }
 
@@ -753,12 +701,8 @@ static void *address_of(const mt__plane *pl, int param)
 
 static void *find_at(mt_store *s, const mt__plane *pl, int param)
 {
-    void *found;
-
-    mt_lock(&s->map_mu);
-    found = address_of(pl, param);
-    mt_unlock(&s->map_mu);
-    return found;
+    MT_HOLD(&s->map_mu);
+    return address_of(pl, param);
 }
 
 /* Under making. Has the parameter an address in this plane already, or a right to one? One that is
@@ -791,7 +735,6 @@ static mt_status at(mt_store *s, int unit, int param, int side, mt_plane p, void
     mt__plane *pl;
     mt__unit  *u;
     void      *found;
-    mt_status  st;
 
     if (!plane_ok(p))
         return MT_FAIL(MT_EINVAL, "there is no plane %d", (int)p);
@@ -804,15 +747,13 @@ static mt_status at(mt_store *s, int unit, int param, int side, mt_plane p, void
         *out = found;
         return MT_OK;
     }
-    mt_lock(&pl->making);
-    MT_TRY(check_at(s, u, param, side, p));
-    MT_TRY(plane_make(s, u, side, p));
+    MT_HOLD(&pl->making);
+    MT_DO(check_at(s, u, param, side, p));
+    MT_DO(plane_make(s, u, side, p));
     if (address_of(pl, param) == NULL)
-        MT_TRY(own_make(s, u, param, side, p));
+        MT_DO(own_make(s, u, param, side, p));
     *out = address_of(pl, param);
-fail:
-    mt_unlock(&pl->making);
-    return st;
+    return MT_OK;
 }
 
 mt_status mt_store_at(mt_store *s, int unit, int param, mt_plane p, void **out)
@@ -834,10 +775,9 @@ mt_status mt_store_hi(mt_store *s, int unit, void **out)
     if (u == NULL)
         return mt__no_unit(s, unit);
     pl = &u->plane[MT__HOST][MT_PLANE_HI];
-    mt_lock(&pl->making);
+    MT_HOLD(&pl->making);
     if ((st = plane_make(s, u, MT__HOST, MT_PLANE_HI)) == MT_OK)
         *out = pl->arena.base;
-    mt_unlock(&pl->making);
     return st;
 }
 
@@ -853,21 +793,18 @@ mt_status mt_store_in_arena(mt_store *s, int unit, int param, mt_plane p, int *i
 {
     mt__plane *pl;
     mt__unit  *u;
-    mt_status  st;
 
     MT_DO(mt__find(s, unit, param, &u));
     pl = &u->plane[MT__HOST][p];
-    mt_lock(&pl->making);
-    MT_TRY(plane_make(s, u, MT__HOST, p));
+    MT_HOLD(&pl->making);
+    MT_DO(plane_make(s, u, MT__HOST, p));
     if (u->shared && address_of(pl, param) == NULL && trains(&u->shape.desc[param]))
-        MT_TRY(own_make(s, u, param, MT__HOST, p));
+        MT_DO(own_make(s, u, param, MT__HOST, p));
     *in = address_of(pl, param) != NULL &&
           (u->shared || pl->own == NULL || pl->own[param].base == NULL);
     if (u->shared)
         atomic_store(&u->unfiled[param], !*in);
-fail:
-    mt_unlock(&pl->making);
-    return st;
+    return MT_OK;
 }
 
 /* ---- memory that comes and goes --------------------------------------------------------- */
@@ -886,27 +823,26 @@ mt_status mt_store_commit(mt_store *s, int unit, mt_plane p)
     mt__unit  *u = mt__unit_at(s, unit);
     mt__plane *pl;
     mt_arena  *a;
-    mt_status  st;
+    mt_dev    *dev;
 
     if (u == NULL || !plane_ok(p))
         return MT_FAIL(MT_EINVAL, "there is no plane %d of unit %d; the store has %d units", (int)p,
                        unit, mt_store_units(s));
     pl = &u->plane[MT__HOST][p];
-    mt_lock(&pl->making);
-    MT_TRY(plane_make(s, u, MT__HOST, p));
+    MT_HOLD(&pl->making);
+    MT_DO(plane_make(s, u, MT__HOST, p));
+    dev = registered(u, atomic_load(&u->home)) >> p & 1 ? s->dev : NULL;
     for (int i = 0; in_parts(u, MT__HOST, p) && i < u->shape.n; i++)
         if (find_at(s, &u->plane[MT__DEVICE][p], i) != NULL)
-            MT_TRY(own_make(s, u, i, MT__HOST, p));      /* where the device's values come */
+            MT_DO(own_make(s, u, i, MT__HOST, p));      /* where the device's values come */
     for (int i = -1; (a = arena_of(u, pl, i)) != NULL; i++) {
         mt_arena made = *a;
 
-        MT_TRY(mt_arena_commit(&made, s->pool, registrar(s, u, p)));
+        MT_DO(mt_arena_commit(&made, s->pool, dev));
         atomic_fetch_add(&s->mapped[p], a->reserved ? made.kept : 0);
-        publish_arena(s, a, made);
+        MT_WITH(&s->map_mu) *a = made;
     }
-fail:
-    mt_unlock(&pl->making);
-    return st;
+    return MT_OK;
 }
 
 void mt_store_decommit(mt_store *s, int unit, mt_plane p)
@@ -918,7 +854,7 @@ void mt_store_decommit(mt_store *s, int unit, mt_plane p)
     if (u == NULL || !plane_ok(p))
         return;
     pl = &u->plane[MT__HOST][p];
-    mt_lock(&pl->making);
+    MT_HOLD(&pl->making);
     for (int i = -1; (a = arena_of(u, pl, i)) != NULL; i++) {
         mt_arena made = *a;
 
@@ -926,9 +862,8 @@ void mt_store_decommit(mt_store *s, int unit, mt_plane p)
             continue;
         atomic_fetch_sub(&s->mapped[p], made.reserved ? 0 : made.kept);
         mt_arena_decommit(&made);
-        publish_arena(s, a, made);
+        MT_WITH(&s->map_mu) *a = made;
     }
-    mt_unlock(&pl->making);
 }
 
 size_t mt_store_reserved(mt_store *s, int unit, mt_plane p)
@@ -940,7 +875,7 @@ size_t mt_store_reserved(mt_store *s, int unit, mt_plane p)
     if (u == NULL || !plane_ok(p))
         return 0;
     pl = &u->plane[MT__HOST][p];
-    mt_lock(&s->map_mu);
+    MT_HOLD(&s->map_mu);
     bytes = pl->arena.reserved ? pl->arena.kept : 0;
     for (int i = 0; u->shared && i < u->shape.n; i++)
         if (!is_own_copy(u, p, i))
@@ -949,7 +884,6 @@ size_t mt_store_reserved(mt_store *s, int unit, mt_plane p)
             bytes += pl->own[i].reserved ? pl->own[i].kept : 0;
         else if (address_of(&u->plane[MT__DEVICE][p], i) != NULL)
             bytes += own_extent(u, MT__HOST, p, i).kept;         /* it has none yet */
-    mt_unlock(&s->map_mu);
     return bytes;
 }
 
@@ -967,11 +901,11 @@ const mt_home mt_home_ram = {
 
 const mt_home *mt_store_home(const mt_store *s, int unit, void **of)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-    const mt_home  *h = u != NULL ? atomic_load(&u->home) : &mt_home_ram;
+    const mt__unit *u = mt__unit_or_none(s, unit);
+    const mt_home  *h = atomic_load(&u->home);
 
     if (of != NULL)
-        *of = u != NULL ? u->home_of : NULL;
+        *of = u->home_of;
     return h;
 }
 
@@ -986,9 +920,8 @@ static mt_status may_move(mt_store *s, const mt__unit *u, const mt_home *from, c
     if (atomic_load(&u->passing) && ((from->device ^ to->device) >> MT_PLANE_GRAD & 1))
         return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass; it cannot become one that %s",
                        u->name, to->lives);
-    mt_lock(&s->map_mu);
-    made = made_of(u, to->fresh | (u->shared && to->fed ? 1u << MT_PLANE_HI : 0), 1);
-    mt_unlock(&s->map_mu);
+    MT_WITH(&s->map_mu)
+        made = made_of(u, to->fresh | (u->shared && to->fed ? 1u << MT_PLANE_HI : 0), 1);
     if (made != MT_PLANE_COUNT)
         return MT_FAIL(MT_ESTATE, "unit %s has its plane %s in memory already; one that %s goes "
                        "there before that is asked for", u->name, mt_plane_name(made), to->lives);
@@ -1001,16 +934,15 @@ static mt_status register_plane(mt_store *s, const mt__unit *u, mt__plane *pl)
     mt_arena *a;
     mt_status st = MT_OK;
 
-    mt_lock(&pl->making);
+    MT_HOLD(&pl->making);
     for (int i = -1; (a = arena_of(u, pl, i)) != NULL && st == MT_OK; i++) {
         mt_arena made = *a;
 
         if (made.base == NULL || made.reserved)
             continue;
         if ((st = mt_arena_register(&made, s->dev)) == MT_OK)
-            publish_arena(s, a, made);
+            MT_WITH(&s->map_mu) *a = made;
     }
-    mt_unlock(&pl->making);
     return st;
 }
 
@@ -1056,12 +988,11 @@ void mt__home_set(mt_store *s, int unit, const mt_home *to, void *of)
 {
     mt__unit *u = mt__unit_at(s, unit);
 
-    mt_lock(&s->map_mu);
+    MT_HOLD(&s->map_mu);
     assert_unit(s, u);
     if (!to->device)
         mt__device_close(s, u);
     u->home_of = of;
     atomic_store(&u->home, to);
     assert_unit(s, u);
-    mt_unlock(&s->map_mu);
 }

@@ -24,7 +24,6 @@
 #include "ledger.h"
 #include "pool.h"
 #include "portion.h"
-#include "states.h"
 #include "timeline.h"
 
 /* name, what it holds, who reads and writes it */

@@ -156,16 +156,30 @@ static inline mt__unit *mt__unit_at(const mt_store *s, int unit)
     return s->seg[unit / MT__SEG_UNITS][unit % MT__SEG_UNITS];
 }
 
+/* One of no parameters where there is none: for who asks for a fact that it lacks as well. */
+static inline const mt__unit *mt__unit_or_none(const mt_store *s, int unit)
+{
+    static const mt__unit none = { .name = (char *)(uintptr_t)"?", .align = MT_PART_ALIGN,
+                                   .owners = 1, .home = &mt_home_ram };
+    const mt__unit *u = mt__unit_at(s, unit);
+
+    return u != NULL ? u : &none;
+}
+
 static inline mt_status mt__no_unit(const mt_store *s, int unit)
 {
     return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit,
                    atomic_load(&s->n_units));
 }
 
-/* ledger.c. until: waits until over(arg), which is called under ledger.mu, or for a fault.
- * unit: its name, or NULL. */
-mt_status mt__ledger_until(mt_store *s, int (*over)(void *arg), void *arg, const char *unit,
-                           const char *awaits);
+/* As MT_UNTIL, under ledger.mu, or for a fault. unit: its name, or NULL. */
+#define MT__LEDGER_UNTIL(s, over, unit, awaits)                                                    \
+    __extension__({                                                                                \
+        mt_status until_ = MT_UNTIL(&(s)->watch, &(s)->ledger.changed, &(s)->ledger.mu,            \
+                                    (s)->ledger.fault != MT_OK || (over), unit, awaits);           \
+        mt_status fault_ = mt_ledger_check(s);                                                     \
+        fault_ != MT_OK ? fault_ : until_;                                                         \
+    })
 void mt__version_grows(mt_store *s, int unit);          /* weights were written from outside */
 /* For peers.c. stirred: some rank has said something. fault_of: another's fault, or its end, is
  * this one's too. awaits: something of a rank is awaited here: what, in words. crossed: the rank
@@ -175,8 +189,8 @@ void mt__ledger_fault_of(mt_store *s, const char *text);
 int  mt__ledger_awaits  (mt_store *s, int rank, char *out, size_t cap);
 int  mt__ledger_crossed (mt_store *s, int rank, char *out, size_t cap);
 
-/* store.c. lay_out: offsets of a plane as parameters are trained now, malloc'd; side: in a share
- * the host's is laid out for all that may come. */
+/* store.c. lay_out: where each parameter starts in a plane, as parameters are trained now,
+ * malloc'd, and the bytes of all; side: in a share the host's is laid out for all that may come. */
 mt_status mt__lay_out(const mt__unit *u, int side, mt_plane p, size_t **offset, size_t *bytes);
 mt_status mt__find   (const mt_store *s, int unit, int param, mt__unit **out);   /* or MT_EINVAL */
 void      mt__unbind (mt_store *s, mt__unit *u);        /* both locks: it has no GRAD plane now */

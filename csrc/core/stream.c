@@ -267,8 +267,7 @@ static mt_status put_copy(mt_stream *s, const request *r, const void *hi)
     size_t            bytes = bytes_of(s, r->unit);
 
     /* FREED: compute on what the slot held was put in run before `freed` was recorded there. */
-    if (!mt_skips(s->cx, MT_EDGE_FREED))
-        MT_DO(v->wait(s->h2d, k->freed));
+    MT_DO(mt_edge(s->cx, MT_EDGE_FREED, s->h2d, k->freed));
     if (mt_poisons(s->cx))
         MT_DO(put_poison(s, r, bytes));
     MT_DO(hi != NULL ? copy_hi(s, r, hi) : mt_feed_copy(s->cx->feed, r->unit, r->mem, s->h2d));
@@ -329,39 +328,36 @@ static mt_status carry_out(void *arg, mt_job *node)
 
 /* ---- open and close --------------------------------------------------------------------- */
 
+MT_CLOSER(mt_stream_close, mt_stream)
+
 mt_status mt_stream_open(const mt_context *cx, const mt_slot_desc *slots, int n_slots,
                          mt_slot_hooks hooks, mt_stream **out)
 {
-    mt_stream *s = NULL;
-    mt_status  st;
+    mt_stream *s MT_CLOSED(mt_stream_close) = NULL;
 
     if (n_slots < 1)
         return MT_FAIL(MT_EINVAL, "stream: %d slots; one is the least, two overlap", n_slots);
     for (int i = 0; i < n_slots; i++)
         if (slots[i].mem == NULL || slots[i].bytes == 0)
             return MT_FAIL(MT_EINVAL, "stream: slot %d of %d has no memory", i, n_slots);
-    MT_TRY(MT_MAKE(s, 1, "stream"));
+    MT_DO(MT_MAKE(s, 1, "stream"));
     *s = (mt_stream){ .cx = cx, .dev = cx->dev, .store = cx->store, .hooks = hooks,
                       .last_unit = -1, .computing = -1 };
     mt__course_open(&s->course);
     mt_mutex_open(&s->mu, MT_RANK_STREAM);
-    MT_TRY(MT_MAKE(s->slots, n_slots, "stream"));
-    MT_TRY(MT_MAKE(s->slot_bytes, n_slots, "stream"));
+    MT_DO(MT_MAKE(s->slots, n_slots, "stream"));
+    MT_DO(MT_MAKE(s->slot_bytes, n_slots, "stream"));
     s->n_slots = n_slots;
     for (int i = 0; i < n_slots; i++) {
         s->slots[i] = (slot){ .bytes = slots[i].bytes, .mem = slots[i].mem, .unit = -1 };
         s->slot_bytes[i] = slots[i].bytes;
-        MT_TRY(s->dev->ops->event_open(s->dev, &s->slots[i].ready));
-        MT_TRY(s->dev->ops->event_open(s->dev, &s->slots[i].freed));
+        MT_DO(s->dev->ops->event_open(s->dev, &s->slots[i].ready));
+        MT_DO(s->dev->ops->event_open(s->dev, &s->slots[i].freed));
     }
-    MT_TRY(s->dev->ops->queue_open(s->dev, "h2d", &s->h2d));
-    MT_TRY(mt_worker_open(&s->mover, &s->mu, 1, "mt-mover", "h2d", carry_out, s));
-    *out = s;
+    MT_DO(s->dev->ops->queue_open(s->dev, "h2d", &s->h2d));
+    MT_DO(mt_worker_open(&s->mover, &s->mu, 1, "mt-mover", "h2d", carry_out, s));
+    *out = MT_KEEP(s);
     return MT_OK;
-
-fail:
-    mt_stream_close(s);
-    return st;
 }
 
 void mt_stream_close(mt_stream *s)
@@ -407,12 +403,11 @@ mt_status mt_stream_settle(mt_stream *s, int unit, int k)
         return MT_FAIL(MT_EINVAL, "unit %s: slot %d is not the memory that it has",
                        mt_store_name(s->store, unit), k);
     s->slot_bytes[k] = SIZE_MAX;
-    mt_lock(&s->mu);
+    MT_HOLD(&s->mu);
     s->slots[k].unit = unit;
     s->slots[k].settled = 1;
     s->n_settled++;
     assert_state(s);
-    mt_unlock(&s->mu);
     return MT_OK;
 }
 
@@ -500,14 +495,13 @@ static int holding(mt_stream *s, int unit, int first)
     uint64_t now = version_of(s, unit);
     int      found = -1;
 
-    mt_lock(&s->mu);
+    MT_HOLD(&s->mu);
     assert_state(s);
     if (first >= 0 && brings(s, first, unit, now))
         found = first;
     for (int k = 0; k < s->n_slots && found < 0; k++)
         if (brings(s, k, unit, now))
             found = k;
-    mt_unlock(&s->mu);
     return found;
 }
 
@@ -596,9 +590,8 @@ static int give_way(const mt_stream *s, int unit)
 static mt_status fetch_on_demand(mt_stream *s, int k, int unit, int part, mt_queue *run)
 {
     MT_DO(fetch(s, k, unit, part, run));
-    mt_lock(&s->mu);
+    MT_HOLD(&s->mu);
     s->stats.demand_fetches++;
-    mt_unlock(&s->mu);
     return MT_OK;
 }
 
@@ -636,18 +629,15 @@ static mt_status look_ahead(mt_stream *s, int keep, mt_queue *run)
 
 mt_status mt_stream_begin(mt_stream *s)
 {
-    int       n_units = mt_stream_numbers(s);
-    size_t   *unit_bytes;
-    mt_status st;
+    int     n_units = mt_stream_numbers(s);
+    size_t *unit_bytes MT_FREED = NULL;
 
     MT_DO(check_numbers(s));
     MT_DO(MT_MAKE(unit_bytes, n_units, "stream"));
     for (int u = 0; u < n_units; u++)
         unit_bytes[u] = bytes_of(s, u);
-    st = mt__course_begin(&s->course, unit_bytes, n_units, s->slot_bytes, s->n_slots);
     s->last_unit = -1;
-    free(unit_bytes);
-    return st;
+    return mt__course_begin(&s->course, unit_bytes, n_units, s->slot_bytes, s->n_slots);
 }
 
 static mt_status check_fits(const mt_stream *s, int unit)
@@ -749,10 +739,9 @@ mt_status mt_stream_turn(mt_stream *s, int k, int *gathers)
 mt_status mt_stream_gathered(mt_stream *s, int k, mt_queue *beside)
 {
     MT_DO(s->dev->ops->record(beside, s->slots[k].ready));
-    mt_lock(&s->mu);
+    MT_HOLD(&s->mu);
     s->slots[k].lacks = 0;
     s->stats.gathers++;
-    mt_unlock(&s->mu);
     return MT_OK;
 }
 
@@ -775,14 +764,6 @@ mt_status mt_stream_whole(mt_stream *s, int k, mt_queue *run)
     return fetch_on_demand(s, k, s->slots[k].unit, 0, run);
 }
 
-void mt_stream_mark_offload(mt_stream *s, int unit)
-{
-    if (settled_slot(s, unit) >= 0)
-        return;
-    /* Without memory for the mark the schedule lacks an OFFLOAD, and nothing depends on it. */
-    (void)mt__course_offload(&s->course, unit);
-}
-
 mt_status mt_stream_kick(mt_stream *s, mt_queue *run)
 {
     const mt_schedule *sch = mt__course_schedule(&s->course);
@@ -799,49 +780,34 @@ mt_status mt_stream_kick(mt_stream *s, mt_queue *run)
 
 /* ---- waiting ---------------------------------------------------------------------------- */
 
-typedef struct awaited {
-    const mt_stream *s;
-    const slot      *k;
-    int              failed;
-} awaited;
-
-static int is_issued(void *arg)
-{
-    awaited *a = arg;
-
-    a->failed = a->s->mover.failed != MT_OK;
-    return a->failed || a->k->issued >= a->k->asked;
-}
-
 mt_status mt_stream_await(mt_stream *s, int k, mt_queue *run)
 {
-    uint64_t  begun = mt_now_ns();
-    awaited   a = { .s = s };
-    mt_status st;
+    uint64_t    begun = mt_now_ns();
+    const slot *sl;
+    int         failed = 0;
+    mt_status   st;
 
     if (k < 0 || k >= s->n_slots)
         return MT_FAIL(MT_EINVAL, "stream: there is no slot %d of %d", k, s->n_slots);
-    a.k = &s->slots[k];
-    if (s->slots[k].settled) {
-        MT_DO(mt_resident_await(s->cx->residents, s->slots[k].unit, run));
+    sl = &s->slots[k];
+    if (sl->settled) {
+        MT_DO(mt_resident_await(s->cx->residents, sl->unit, run));
     } else {
-        if (on_disk(s, s->slots[k].unit))
-            mt_mirror_forget(s->store, mt_stream_owner(s, s->slots[k].unit));
+        if (on_disk(s, sl->unit))
+            mt_mirror_forget(s->store, mt_stream_owner(s, sl->unit));
         /* The host waits for the mover, so that `ready` has been recorded for this copy when run is
          * told to wait for it. A wait of the mover's that the watchdog ends is a fault, and ends
          * this one. */
-        st = mt_watch_until(mt_store_watch(s->store), &s->mover.news, &s->mu, is_issued, &a,
-                            name_of(s, s->slots[k].unit), "its fetch to be put");
-        MT_DO(a.failed ? mt_ledger_check(s->store) : st);
+        st = MT_UNTIL(mt_store_watch(s->store), &s->mover.news, &s->mu,
+                      (failed = s->mover.failed != MT_OK) || sl->issued >= sl->asked,
+                      name_of(s, sl->unit), "its fetch to be put");
+        MT_DO(failed ? mt_ledger_check(s->store) : st);
         if (mt_syncs(s->cx))
-            MT_DO(s->dev->ops->sync_event(s->slots[k].ready));
+            MT_DO(s->dev->ops->sync_event(sl->ready));
         /* READY: the copy is in h2d; run goes on when it is over. */
-        if (!mt_skips(s->cx, MT_EDGE_READY))
-            MT_DO(s->dev->ops->wait(run, s->slots[k].ready));
+        MT_DO(mt_edge(s->cx, MT_EDGE_READY, run, sl->ready));
     }
-    mt_lock(&s->mu);
-    s->stats.await_ns += mt_now_ns() - begun;
-    mt_unlock(&s->mu);
+    MT_WITH(&s->mu) s->stats.await_ns += mt_now_ns() - begun;
     return MT_OK;
 }
 
@@ -853,7 +819,7 @@ int mt_stream_find(const mt_stream *cs, const void *p, int *unit, size_t *offset
     uintptr_t  at = (uintptr_t)p;
     int        found = -1;
 
-    mt_lock(&s->mu);
+    MT_HOLD(&s->mu);
     for (int k = 0; k < s->n_slots && found < 0; k++) {
         uintptr_t mem = (uintptr_t)s->slots[k].mem;
 
@@ -863,7 +829,6 @@ int mt_stream_find(const mt_stream *cs, const void *p, int *unit, size_t *offset
             *offset = at - mem;
         }
     }
-    mt_unlock(&s->mu);
     return found;
 }
 

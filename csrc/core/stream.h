@@ -11,13 +11,13 @@
  *                                                       // run: until the copy is over
  *     ... torch ops on mem ...
  *
- * Edges between queues (each can be left out, to see the tests fail: debug.h):
+ * Edges between queues (each can be left out, to see the tests fail: context.h):
  *   READY   run waits for the H2D copy into its slot           recorded on h2d behind the copy
  *   FREED   h2d waits for compute that used the slot's memory  recorded on run when the FETCH that
  *           overwrites it is decided: all use so far was launched by then, and nobody holds it
  *   UPDATED the mover waits in the ledger, on the host, for updates announced before the copy
  *
- * Weights on disk are read by a feed (feed.h), which is told what stands in line, and copied from
+ * Weights on disk are read by a feed (disk.h), which is told what stands in line, and copied from
  * its buffers; READY stands behind the last piece's copy. A slot may be given to one unit for good
  * (mt_stream_settle): such units are no part of traces and schedules, see resident.h.
  *
@@ -54,7 +54,7 @@
 #ifndef MT_STREAM_H
 #define MT_STREAM_H
 
-#include "feed.h"
+#include "disk.h"
 #include "resident.h"
 #include "schedule.h"
 
@@ -123,8 +123,6 @@ mt_status mt_stream_gathered(mt_stream *s, int slot, mt_queue *beside);
 /* Where the slot has a portion alone, all of it is fetched, on demand. MT_EPEER, with who was
  * where: its weights are in files, a portion in each rank's. */
 mt_status mt_stream_whole(mt_stream *s, int slot, mt_queue *run);
-/* The unit's gradients are handed over: an OFFLOAD in the trace. */
-void      mt_stream_mark_offload(mt_stream *s, int unit);
 /* Updates were announced: hand over the schedule's first FETCHes, so that the next forward finds
  * them under way. run: the queue that computed. */
 mt_status mt_stream_kick(mt_stream *s, mt_queue *run);

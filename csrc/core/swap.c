@@ -1,51 +1,121 @@
-/* swap.c — bundles and bays in lists, and two queues that fill and empty bays.
+/* swap.c — bundles and bays in lists, two queues that fill and empty bays, and a thread that
+ * waits for both on behalf of the file.
  *
- * A bay of ours is free as soon as nobody knows its bundle any more; copies from and to it may
- * still be in their queues. So nothing waits on the host: the next bundle's copies stand behind
+ * A bay of the tier HOST is free as soon as nobody knows its bundle any more; copies from and to it
+ * may still be in their queues. So nothing waits on the host: the next bundle's copies stand behind
  * them, by the order of `out` and by EMPTIED. Only a bay that is given up for a larger one has to
- * be waited for. */
+ * be waited for.
+ *
+ * Bays of the tier FILE go round: filled by the device and written, or read and emptied by the
+ * device. Our thread waits for the device, in the order in which the copies were put; what may
+ * begin then is begun by it. Whoever sets a bay free puts the next read, which takes no time.
+ *
+ * Work is put in queues by who has the turn, and waits in run by who calls, all without mu: a full
+ * queue takes its time, and the file's threads want mu. A bundle that somebody is in a call of has
+ * `users`, and so keeps what it has.
+ */
 #include "swap.h"
 
+#include "arena.h"
+#include "clock.h"
+#include "place.h"
+#include "worker.h"
+
+#include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 #define ALIGN       ((size_t)512)        /* of a part in its bay */
 #define SLICE_BYTES ((size_t)32 << 20)   /* of a copy: under a millisecond of the bus */
 
-/* Who still needs a bundle: mt_swap_left, mt_swap_drop, and a mt_swap_back that is under way. */
-enum { SOURCES = 1, TENSORS = 2, COMING = 4 };
+#define LEFT "copies of what it keeps (the event LEFT)"
+#define BACK "copies of what it keeps (the event BACK)"
 
-typedef struct bay {                     /* of bundles that stay in host memory. All under mu */
-    mt_bay      b;
-    int         taken;                   /* a bundle has it */
-    struct bay *next;
+/* Who still needs a bundle: mt_swap_left, and mt_swap_drop. */
+enum { SOURCES = 1, TENSORS = 2 };
+
+/* swap.h says what they mean. */
+enum { NONE, FILLED, LANDED, BOTH };
+typedef enum { NEW, FILLING, WRITING, STORED, READING, UNREAD, LOST, STAGES } stage;
+
+static const unsigned next_stages[STAGES] = {
+    [NEW] = 1 << FILLING,
+    [FILLING] = 1 << WRITING | 1 << LOST,
+    [WRITING] = 1 << STORED | 1 << LOST,
+    [STORED] = 1 << READING,
+    [READING] = 1 << STORED | 1 << UNREAD,
+    [UNREAD] = 1 << STORED,
+};
+static const unsigned next_waits[] = {
+    [NONE] = 1 << FILLED | 1 << LANDED,
+    [FILLED] = 1 << NONE | 1 << BOTH,
+    [LANDED] = 1 << NONE | 1 << LANDED,
+    [BOTH] = 1 << LANDED | 1 << BOTH,
+};
+
+typedef struct owed {                    /* a wait for copies that our thread owes a bay. mu */
+    mt_job        node;
+    int           n;                     /* so many copies are not over; changed by `count` alone */
+    struct bay   *bay;
+} owed;
+
+typedef struct bay {
+    mt_arena       arena;                /* mu, as what follows but the events */
+    mt_event      *filled;               /* recorded on out behind the copies out */
+    mt_event      *landed;               /* recorded on back behind the copies back */
+    mt_post        filling, landing;     /* of the two queues, until those are done. The turn's */
+    struct bundle *holds;                /* whose bytes it has, or will; NULL: nobody's */
+    owed           fills, lands;         /* of the tier FILE */
+    struct bay    *next;
 } bay;
 
-typedef struct bundle {                  /* all under mu */
-    uint64_t    number;
-    int         needed, unit;            /* needed: by whom, see above */
-    bay        *bay;                     /* tier HOST: its own; else NULL */
-    mt_spilled *spilled;                 /* tier FILE; else NULL */
-    struct bundle *next;
-    int         n;
-    size_t      bytes[];                 /* [n] of each part */
+typedef struct bundle {                  /* mu, but for what is constant */
+    mt_swap     *w;                      /* these four: constant */
+    int          unit;
+    uint64_t     number;                 /* later ones have greater ones */
+    mt_swap_tier tier;
+    size_t       whole;                  /* constant: bytes in its bay, and in the file */
+    int          needed, users;          /* needed: by whom, see above. It goes when it is not, has
+                                          * no users, and is not FILLING, WRITING or READING */
+    bay         *bay;                    /* that has its bytes; NULL: the file alone has them */
+    struct bundle *older, *newer;
+
+    mt_place    *place;                  /* these, to `post`, of the tier FILE */
+    stage        at;
+    int          wanted;                 /* brought, and copies back not put yet: the bay stays */
+    int          told;                   /* LOST: mt_swap_out has said so */
+    mt_status    st;                     /* UNREAD, LOST: why its request failed */
+    char         text[400];
+    mt_request   r;                      /* under way when WRITING or READING */
+    uint64_t    *sums, begun_ns;         /* begun_ns: when the request was put */
+    mt_post      post;                   /* the request, for the watchdog */
+
+    int          n;                      /* these two: constant */
+    size_t       bytes[];                /* [n] of each part */
 } bundle;
 
 struct mt_swap {
     const mt_context *cx;
     mt_dev         *dev;
-    mt_queue       *out, *back;          /* work is put in them under mu */
-    mt_event       *made, *room;         /* recorded on run, and waited for at once */
-    mt_post         making;              /* tells the watchdog of `made`. mu */
     mt_store       *store;
-    mt_spill       *spill;               /* NULL: there is no file */
+    mt_queue       *out, *back;          /* the turn's */
+    mt_event       *made, *room;         /* recorded on run, and waited for at once. The turn's */
+    mt_post         making;              /* tells the watchdog of `made`. The turn's */
     mt_mutex        mu;
     pthread_cond_t  turned;              /* of mt_watch_cond: the turn is free */
     int             busy;                /* somebody has the turn. mu, as what follows */
-    bay            *bays;
-    bundle         *there;               /* all bundles, the latest first */
+    bay            *bays[2];             /* by tier. Of the tier FILE none goes before close */
+    bundle         *newest;
     uint64_t        bundles;             /* so many were made */
     mt_swap_stats   stats;
+
+    mt_blocks      *file;                /* NULL: there is none */
+    mt_worker       worker;              /* does what is owed. news: a bay came free, too, or a
+                                          * request ended */
+    int             n_bays, made_bays;   /* so many are there at most, and now */
+    mt_places       places;
+    uint64_t        cursor;              /* a bundle's number; 0: nothing is read ahead */
+    int             requests;            /* so many are under way */
+    uint64_t        recorded_ns;         /* the lane's records reach up to here */
 };
 
 static mt_watch *watch_of(const mt_swap *w)
@@ -53,217 +123,555 @@ static mt_watch *watch_of(const mt_swap *w)
     return mt_store_watch(w->store);
 }
 
-/* Under mu, at each door: a taken bay is one bundle's, and bytes are counted once. */
+/* ---- states: under mu ------------------------------------------------------------------- */
+
+static void become(bundle *k, stage to)
+{
+    MT_ASSERT(mt_holds(&k->w->mu));
+    MT_ASSERT(next_stages[k->at] >> to & 1);
+    k->at = to;
+}
+
+static unsigned waits_of(const bay *b)
+{
+    return (b->fills.n > 0 ? FILLED : NONE) | (b->lands.n > 0 ? LANDED : NONE);
+}
+
+/* One more wait, or one less. Without DRAINED a bay may be filled anew while it is emptied. */
+static void count(const mt_swap *w, owed *o, int more)
+{
+    unsigned before = waits_of(o->bay);
+
+    MT_ASSERT(mt_holds(&w->mu));
+    o->n += more;
+    MT_ASSERT(next_waits[before] >> waits_of(o->bay) & 1 || mt_skips(w->cx, MT_EDGE_DRAINED));
+}
+
+/* FILLING, WRITING and READING end by themselves. */
+static int is_under_way(const bundle *k)
+{
+    return k->at == FILLING || k->at == WRITING || k->at == READING;
+}
+
+static int is_dropped(const bundle *k)
+{
+    return k->needed == 0 && k->users == 0;
+}
+
+static void assert_bundle(const mt_swap *w, const bundle *k)
+{
+    int needs = k->tier == MT_SWAP_HOST || k->at == FILLING || k->at == READING ||
+                (k->at == WRITING && !mt_skips(w->cx, MT_EDGE_WRITTEN));
+
+    MT_ASSERT(k->w == w && (k->bay == NULL || k->bay->holds == k) && k->number <= w->bundles);
+    MT_ASSERT(k->bay != NULL || !needs || k->needed == 0);
+    MT_ASSERT(k->st == MT_OK || k->at == UNREAD || k->at == LOST);
+    MT_ASSERT(!is_dropped(k) || is_under_way(k));
+    MT_ASSERT(k->older == NULL || (k->older->newer == k && k->older->number < k->number));
+}
+
+static void assert_bay(const bay *b)
+{
+    MT_ASSERT(b->holds == NULL || b->holds->bay == b);
+    MT_ASSERT(b->fills.n == 0 || (b->fills.n == 1 && b->holds != NULL && b->holds->at == FILLING));
+    MT_ASSERT(b->lands.n >= 0 && b->lands.n <= 2 && (b->lands.n > 0 || !b->lands.node.listed));
+}
+
+/* At each door: bytes, bays and requests are counted once. */
 static void assert_state(const mt_swap *w)
 {
-    size_t host = 0, used = 0;
-    int    taken = 0;
+    size_t bytes[2] = { 0 }, used = 0;
+    int    made = 0, requests = 0;
 
     if (!MT_IS_CHECKED)
         return;
     MT_ASSERT(mt_holds(&w->mu));
-    for (const bay *b = w->bays; b != NULL; b = b->next) {
-        host += b->b.arena.bytes;
-        used += b->taken ? b->b.arena.bytes : 0;
-        taken += b->taken;
+    for (int tier = 0; tier < 2; tier++)
+        for (const bay *b = w->bays[tier]; b != NULL; b = b->next) {
+            assert_bay(b);
+            bytes[tier] += b->arena.bytes;
+            used += tier == MT_SWAP_HOST && b->holds != NULL ? b->arena.bytes : 0;
+            made += tier == MT_SWAP_FILE;
+        }
+    for (const bundle *k = w->newest; k != NULL; k = k->older) {
+        assert_bundle(w, k);
+        requests += k->at == WRITING || k->at == READING;
     }
-    for (const bundle *b = w->there; b != NULL; b = b->next) {
-        MT_ASSERT((b->bay == NULL) != (b->spilled == NULL) && b->needed != 0);
-        MT_ASSERT(b->bay == NULL || b->bay->taken);
-        MT_ASSERT(b->number <= w->bundles && (b->next == NULL || b->next->number < b->number));
-        taken -= b->bay != NULL;
-    }
-    MT_ASSERT(taken == 0 && host == w->stats.host_bytes && used == w->stats.used_bytes);
+    MT_ASSERT(made == w->made_bays && made <= w->n_bays && requests == w->requests);
+    MT_ASSERT(bytes[MT_SWAP_HOST] == w->stats.host_bytes && used == w->stats.used_bytes);
+    MT_ASSERT(bytes[MT_SWAP_FILE] == w->stats.spill.host_bytes);
 }
 
-/* ---- bays ----------------------------------------------------------------------------- */
+/* ---- bays ------------------------------------------------------------------------------- */
+
+static void bay_close(mt_swap *w, bay *b)
+{
+    if (b == NULL)
+        return;
+    mt_watch_take(watch_of(w), &b->filling);
+    mt_watch_take(watch_of(w), &b->landing);
+    w->dev->ops->event_close(b->filled);
+    w->dev->ops->event_close(b->landed);
+    mt_arena_close(&b->arena);
+    free(b);
+}
+
+static mt_status bay_memory(mt_swap *w, mt_arena *out, size_t bytes)
+{
+    return mt_arena_open(out, bytes, w->cx->pool, w->dev, "activations on the host",
+                         w->stats.host_bytes + w->stats.spill.host_bytes);
+}
+
+static mt_status bay_open(mt_swap *w, size_t bytes, bay **out)
+{
+    bay      *b;
+    mt_status st;
+
+    MT_DO(MT_MAKE(b, 1, "swap"));
+    b->fills.bay = b->lands.bay = b;
+    MT_TRY(w->dev->ops->event_open(w->dev, &b->filled));
+    MT_TRY(w->dev->ops->event_open(w->dev, &b->landed));
+    MT_TRY(bay_memory(w, &b->arena, bytes));
+    *out = b;
+    return MT_OK;
+fail:
+    bay_close(w, b);
+    return st;
+}
+
+/* These, and what follows: under mu. */
+static void push(mt_swap *w, mt_swap_tier tier, bay *b)
+{
+    b->next = w->bays[tier];
+    w->bays[tier] = b;
+}
+
+static void part(bay *b)
+{
+    MT_ASSERT(b->fills.n == 0);
+    if (b->holds != NULL) {
+        b->holds->bay = NULL;
+        if (b->holds->tier == MT_SWAP_HOST)
+            b->holds->w->stats.used_bytes -= b->arena.bytes;
+    }
+    b->holds = NULL;
+}
+
+static void join(bay *b, bundle *k)
+{
+    part(b);
+    b->holds = k;
+    k->bay = b;
+    if (k->tier == MT_SWAP_HOST)
+        k->w->stats.used_bytes += b->arena.bytes;
+}
+
+/* The smallest free bay that holds `bytes`; else *largest is the largest free one, NULL if none
+ * is. Nothing at all is held by bays of their own. */
+static bay *fitting(const mt_swap *w, size_t bytes, bay **largest)
+{
+    bay *best = NULL;
+
+    *largest = NULL;
+    for (bay *b = w->bays[MT_SWAP_HOST]; b != NULL; b = b->next) {
+        if (b->holds != NULL || (b->arena.bytes == 0) != (bytes == 0))
+            continue;
+        if (b->arena.bytes >= bytes && (best == NULL || b->arena.bytes < best->arena.bytes))
+            best = b;
+        if (*largest == NULL || b->arena.bytes > (*largest)->arena.bytes)
+            *largest = b;
+    }
+    return best;
+}
+
+/* A bay of the tier HOST for a bundle, by who has the turn; without mu, as memory takes its time.
+ * Where no free one holds so many bytes, the largest of them gives way to a new one; its copies
+ * must be over before its memory goes. */
+static mt_status host_bay(mt_swap *w, bundle *k)
+{
+    bay *b, *largest, **at = &w->bays[MT_SWAP_HOST];
+
+    MT_WITH(&w->mu) {
+        if ((b = fitting(w, k->whole, &largest)) != NULL)
+            join(b, k);
+    }
+    if (b != NULL)
+        return MT_OK;
+    if (largest != NULL) {
+        MT_DO(mt_watch_event(watch_of(w), largest->filled, largest->filling.unit, LEFT));
+        MT_DO(mt_watch_event(watch_of(w), largest->landed, largest->landing.unit, BACK));
+        MT_WITH(&w->mu) {
+            while (*at != largest)
+                at = &(*at)->next;
+            *at = largest->next;
+            w->stats.host_bytes -= largest->arena.bytes;
+        }
+        bay_close(w, largest);
+    }
+    MT_DO(bay_open(w, k->whole, &b));
+    MT_HOLD(&w->mu);
+    push(w, MT_SWAP_HOST, b);
+    w->stats.host_bytes += b->arena.bytes;
+    join(b, k);
+    return MT_OK;
+}
+
+/* ---- bundles: under mu -------------------------------------------------------------------- */
 
 static size_t aligned(size_t bytes)
 {
     return (bytes + ALIGN - 1) / ALIGN * ALIGN;
 }
 
-static size_t bytes_of(const mt_swap_part *parts, int n)
+static mt_status find(const mt_swap *w, uint64_t number, bundle **out)
 {
-    size_t total = 0;
+    bundle *k = w->newest;
 
-    for (int i = 0; i < n; i++)
-        total += aligned(parts[i].bytes);
-    return total;
+    while (k != NULL && (k->number != number || k->needed == 0))
+        k = k->older;
+    if (k == NULL)
+        return MT_FAIL(MT_ESTATE, "swap: bundle %llu is not there; it was dropped",
+                       (unsigned long long)number);
+    *out = k;
+    return MT_OK;
 }
 
-static void bay_close(mt_swap *w, bay *b)
+static void read_ahead(mt_swap *w);
+
+static void forget(mt_swap *w, bundle *k)
 {
-    w->stats.host_bytes -= b->b.arena.bytes;
-    mt_bay_close(&b->b, w->dev, watch_of(w));
-    free(b);
+    if (k->bay != NULL)
+        part(k->bay);
+    mt_places_give(&w->places, k->place);
+    *(k->newer != NULL ? &k->newer->older : &w->newest) = k->older;
+    if (k->older != NULL)
+        k->older->newer = k->newer;
+    free(k->sums);
+    free(k);
 }
 
-/* The smallest free bay that holds `bytes`; else *largest is the largest free one, NULL if none
- * is. Nothing at all is held by bays of their own. */
-static bay *fitting(mt_swap *w, size_t bytes, bay **largest)
+/* A caller needs it no more, or is in no call of it any more. */
+static void no_longer(mt_swap *w, bundle *k, int needed, int users)
 {
-    bay *best = NULL;
+    int in_file = k->tier == MT_SWAP_FILE;
 
-    *largest = NULL;
-    for (bay *b = w->bays; b != NULL; b = b->next) {
-        if (b->taken || (b->b.arena.bytes == 0) != (bytes == 0))
+    k->needed &= ~needed;
+    k->users -= users;
+    if (!is_dropped(k))
+        return;
+    if (mt_skips(w->cx, MT_EDGE_GONE)) {
+        mt_places_give(&w->places, k->place);
+        k->place = NULL;
+    }
+    if (!is_under_way(k))
+        forget(w, k);
+    if (in_file) {
+        read_ahead(w);
+        pthread_cond_broadcast(&w->worker.news);
+    }
+}
+
+/* ---- requests: under mu ----------------------------------------------------------------- */
+
+/* On a thread of the file's. */
+static void request_over(mt_request *r)
+{
+    bundle  *k = r->arg;
+    mt_swap *w = k->w;
+
+    MT_HOLD(&w->mu);
+    mt_watch_end(watch_of(w), &k->post, r->st);
+    mt_timeline_over(w->cx->timeline, MT_LANE_SPILL, r->write ? MT_WORK_WRITE : MT_WORK_READ,
+                     k->unit, k->begun_ns, r->moved, &w->recorded_ns);
+    *(r->write ? &w->stats.spill.written_bytes : &w->stats.spill.read_bytes) += r->moved;
+    become(k, r->st == MT_OK ? STORED : r->write ? LOST : UNREAD);
+    if ((k->st = r->st) != MT_OK)
+        snprintf(k->text, sizeof k->text,
+                 "unit %s: what its window keeps could not be %s the file: %s",
+                 mt_store_name(w->store, k->unit), r->write ? "written to" : "read from", r->text);
+    if (is_dropped(k))
+        forget(w, k);
+    read_ahead(w);
+    w->requests--;
+    pthread_cond_broadcast(&w->worker.news);
+}
+
+static void put(mt_swap *w, bundle *k, int write)
+{
+    k->r = (mt_request){ .write = write, .at = k->place->at, .mem = k->bay->arena.base,
+                         .bytes = k->whole, .sums = k->sums, .done = request_over, .arg = k };
+    k->begun_ns = mt_now_ns();
+    w->requests++;
+    mt_watch_begin(watch_of(w), &k->post, "swap disk", mt_store_name(w->store, k->unit),
+                   write ? "what it keeps to be written (WRITTEN)"
+                         : "what it keeps to be read (READ)");
+    w->file->ops->put(w->file, &k->r);
+}
+
+static void read_into(mt_swap *w, bundle *k, bay *b)
+{
+    join(b, k);
+    become(k, READING);
+    put(w, k, 0);
+}
+
+/* Nothing moves in a bay of the file's, and what it has is nobody's, or in the file, or told to be
+ * lost. */
+static int may_go(const mt_swap *w, const bay *b)
+{
+    const bundle *k = b->holds;
+
+    if (b->fills.n > 0 || (b->lands.n > 0 && !mt_skips(w->cx, MT_EDGE_DRAINED)))
+        return 0;
+    if (k == NULL)
+        return 1;
+    return !k->wanted && (k->at == STORED || k->at == UNREAD || k->at == LOST ||
+                          (k->at == WRITING && mt_skips(w->cx, MT_EDGE_WRITTEN)));
+}
+
+/* Into bays that are free for what is needed then: not into one whose bundle is needed sooner. */
+static void read_ahead(mt_swap *w)
+{
+    /* Broken: a wait for the device failed, so a bay that looks idle may not be. */
+    if (w->cursor == 0 || w->worker.stop || w->worker.failed != MT_OK)
+        return;
+    for (bundle *k = w->newest; k != NULL; k = k->older) {
+        bay *b = w->bays[MT_SWAP_FILE];
+
+        if (k->number >= w->cursor || k->bay != NULL || k->at != STORED)
             continue;
-        if (b->b.arena.bytes >= bytes && (best == NULL || b->b.arena.bytes < best->b.arena.bytes))
+        while (b != NULL && !(may_go(w, b) && b->arena.bytes >= k->whole &&
+                              (b->holds == NULL || b->holds->number >= w->cursor ||
+                               b->holds->number < k->number)))
+            b = b->next;
+        if (b == NULL)
+            return;
+        read_into(w, k, b);
+    }
+}
+
+/* ---- our thread ------------------------------------------------------------------------- */
+
+/* FULL and DRAINED. Without mu: the device takes its time. The bay stays: its wait is owed. */
+static mt_status wait_for_device(void *arg, mt_job *node)
+{
+    mt_swap  *w = arg;
+    owed     *o = (owed *)(void *)node;
+    bay      *b = o->bay;
+    bundle   *k = b->holds;
+    int       fills = o == &b->fills;
+    mt_status st = MT_OK;
+
+    mt_unlock(&w->mu);
+    if (!mt_skips(w->cx, fills ? MT_EDGE_FULL : MT_EDGE_DRAINED))
+        st = w->dev->ops->sync_event(fills ? b->filled : b->landed);
+    mt_lock(&w->mu);
+    count(w, o, -1);
+    if (fills && (is_dropped(k) || w->worker.stop || st != MT_OK || w->worker.failed != MT_OK)) {
+        become(k, LOST);
+        if (is_dropped(k))
+            forget(w, k);
+    } else if (fills) {
+        become(k, WRITING);
+        put(w, k, 1);
+    }
+    if (st == MT_OK)
+        read_ahead(w);
+    return st;
+}
+
+/* Behind what is owed already, also where this is. */
+static void owe(mt_swap *w, owed *o)
+{
+    count(w, o, !o->node.listed);
+    mt_worker_withdraw(&w->worker, &o->node);
+    (void)mt_worker_submit(&w->worker, &o->node);
+}
+
+/* ---- a bay of the file's: under mu, whose turn it is -------------------------------------- */
+
+/* Of those that may go: nobody's, then what is needed latest. The smallest number is, as long as
+ * all is to come in reverse; from the cursor on all has come. */
+static bay *choose(const mt_swap *w, size_t bytes)
+{
+    bay     *best = NULL;
+    uint64_t least = UINT64_MAX;
+
+    for (bay *b = w->bays[MT_SWAP_FILE]; b != NULL; b = b->next) {
+        uint64_t number = b->holds == NULL ? 0 : 1 + b->holds->number;
+
+        if (w->cursor > 0 && number > w->cursor)
+            number = 1;
+        if (may_go(w, b) && b->arena.bytes >= bytes && number < least) {
             best = b;
-        if (*largest == NULL || b->b.arena.bytes > (*largest)->b.arena.bytes)
-            *largest = b;
+            least = number;
+        }
     }
     return best;
 }
 
-#define LEFT "copies of what it keeps (the event LEFT)"
-#define BACK "copies of what it keeps (the event BACK)"
-
-/* Where no free bay holds so many bytes, the largest of them gives way to a new one; its copies
- * must be over before its memory goes. */
-static mt_status take(mt_swap *w, size_t bytes, bay **out)
+/* Other memory for a bay that may go. Lets go of mu meanwhile: memory is slow to come, and the
+ * file's threads go on. The bay and its events stay: somebody may be about to wait for them. */
+static mt_status enlarge(mt_swap *w, bay *b, size_t bytes)
 {
-    bay      *largest, *b = fitting(w, bytes, &largest), **at = &w->bays;
+    mt_arena  arena = b->arena;
     mt_status st;
 
-    if (b == NULL && largest != NULL) {
-        MT_DO(mt_watch_event(watch_of(w), largest->b.filled, largest->b.filling.unit, LEFT));
-        MT_DO(mt_watch_event(watch_of(w), largest->b.landed, largest->b.landing.unit, BACK));
-        while (*at != largest)
-            at = &(*at)->next;
-        *at = largest->next;
-        bay_close(w, largest);
-    }
-    if (b == NULL) {
-        MT_DO(MT_MAKE(b, 1, "swap"));
-        st = mt_bay_open(&b->b, bytes, w->dev, w->cx->pool, w->stats.host_bytes);
-        if (st != MT_OK) {
-            free(b);
-            return st;
-        }
-        w->stats.host_bytes += b->b.arena.bytes;
-        b->next = w->bays;
-        w->bays = b;
-    }
-    b->taken = 1;
-    w->stats.used_bytes += b->b.arena.bytes;
-    *out = b;
-    return MT_OK;
-}
-
-/* ---- bundles ---------------------------------------------------------------------------- */
-
-static mt_status find(mt_swap *w, uint64_t number, bundle **out)
-{
-    bundle *b = w->there;
-
-    while (b != NULL && b->number != number)
-        b = b->next;
-    if (b == NULL)
-        return MT_FAIL(MT_ESTATE, "swap: bundle %llu is not there; it was dropped",
-                       (unsigned long long)number);
-    *out = b;
-    return MT_OK;
-}
-
-/* NULL: its bytes are in the file alone, so no copy of it is under way. */
-static mt_bay *bay_of(mt_swap *w, const bundle *b)
-{
-    return b->bay != NULL ? &b->bay->b : mt_spill_bay(w->spill, b->spilled);
-}
-
-/* With a bay that nothing but copies in `out` and `back` uses. */
-static mt_status bundle_new(mt_swap *w, int unit, const mt_swap_part *parts, int n,
-                            mt_swap_tier tier, bundle **out)
-{
-    bundle   *b = calloc(1, sizeof *b + (size_t)n * sizeof *b->bytes);
-    mt_status st = MT_OK;
-
-    if (b == NULL)
-        return MT_FAIL(MT_ENOMEM, "swap: no memory to note %d tensors", n);
-    b->number = w->bundles + 1;
-    b->unit = unit;
-    b->n = n;
-    for (int i = 0; i < n; i++)
-        b->bytes[i] = parts[i].bytes;
-    /* a file has nothing to do with nothing */
-    if (tier == MT_SWAP_HOST || bytes_of(parts, n) == 0)
-        st = take(w, bytes_of(parts, n), &b->bay);
-    else if (w->spill != NULL) {
-        mt_unlock(&w->mu);               /* for a drive, and memory */
-        st = mt_spill_new(w->spill, unit, b->number, bytes_of(parts, n), &b->spilled);
-        mt_lock(&w->mu);
-    } else
-        st = MT_FAIL(MT_ESTATE, "swap: what windows keep is to go to a file, and there is none; "
-                     "name a directory");
-    if (st != MT_OK)
-        free(b);
-    else
-        *out = b;
+    part(b);
+    b->arena = (mt_arena){ 0 };
+    w->stats.spill.host_bytes -= arena.bytes;
+    mt_unlock(&w->mu);
+    mt_arena_close(&arena);
+    st = bay_memory(w, &arena, bytes);
+    mt_lock(&w->mu);
+    b->arena = arena;
+    w->stats.spill.host_bytes += arena.bytes;
     return st;
 }
 
-static void bundle_close(mt_swap *w, bundle *b)
+/* Lets go of mu meanwhile, and a moment longer: nobody else has the turn. */
+#define WAIT_UNTIL(w, k, over, what)                                                               \
+    __extension__({                                                                                \
+        uint64_t  from_ = mt_now_ns();                                                             \
+        mt_status waited_ = MT_OK;                                                                 \
+        if (!(over)) {                                                                             \
+            mt_unlock(&(w)->mu);                                                                   \
+            waited_ = MT_UNTIL(watch_of(w), &(w)->worker.news, &(w)->mu, over,                     \
+                               mt_store_name((w)->store, (k)->unit), what);                        \
+            mt_lock(&(w)->mu);                                                                     \
+            (w)->stats.spill.wait_ns += mt_now_ns() - from_;                                       \
+        }                                                                                          \
+        waited_;                                                                                   \
+    })
+#define IS_WRITTEN(k) ((k)->at != FILLING && (k)->at != WRITING)
+#define WRITTEN       "what it keeps to be written (WRITTEN)"
+
+/* One that may go and is large enough; or one more; or one that is enlarged. It waits for one. */
+static mt_status file_bay(mt_swap *w, bundle *k, bay **out)
 {
-    if (b->bay != NULL) {
-        b->bay->taken = 0;
-        w->stats.used_bytes -= b->bay->b.arena.bytes;
-    } else
-        mt_spill_drop(w->spill, b->spilled);
-    free(b);
+    bay *b;
+
+    for (;;) {
+        MT_DO(mt_worker_failure(&w->worker));
+        b = choose(w, k->whole);
+        if (w->made_bays < w->n_bays && (b == NULL || b->holds != NULL)) {
+            MT_DO(bay_open(w, 0, &b));           /* without memory, which enlarge makes */
+            push(w, MT_SWAP_FILE, b);
+            w->made_bays++;
+        } else if (b == NULL)
+            b = choose(w, 0);
+        if (b != NULL)
+            break;
+        MT_DO(WAIT_UNTIL(w, k, w->worker.failed != MT_OK || choose(w, 0) != NULL,
+                         "host memory for what it keeps (WRITTEN)"));
+    }
+    if (b->arena.bytes < k->whole)
+        MT_DO(enlarge(w, b, k->whole));
+    *out = b;
+    return MT_OK;
 }
 
-static void no_longer(mt_swap *w, bundle *b, int who)
+/* A bay, and a place in the file. A write that was lost is told first: of a bundle that is still
+ * there, once. */
+static mt_status prepare_file(mt_swap *w, bundle *k)
 {
-    bundle **at = &w->there;
+    bay      *b;
+    uint64_t  lack, at;
+    mt_status st;
 
-    if ((b->needed &= ~who) != 0)
-        return;
-    while (*at != b)
-        at = &(*at)->next;
-    *at = b->next;
-    bundle_close(w, b);
+    if (w->file == NULL)
+        return MT_FAIL(MT_ESTATE, "swap: what windows keep is to go to a file, and there is none; "
+                       "name a directory");
+    MT_HOLD(&w->mu);
+    w->cursor = 0;
+    for (bundle *lost = w->newest; lost != NULL; lost = lost->older)
+        if (lost->at == LOST && lost->st != MT_OK && !lost->told && !is_dropped(lost)) {
+            lost->told = 1;
+            return mt_fail_again(lost->st, lost->text);
+        }
+    MT_DO(MT_MAKE(k->sums, (int64_t)mt_block_count(k->whole), "swap"));
+    MT_DO(file_bay(w, k, &b));
+    join(b, k);
+    /* Nobody else takes places meanwhile: who makes bundles has the turn. */
+    while ((lack = mt_places_lack(&w->places, k->whole)) > 0) {
+        mt_unlock(&w->mu);
+        st = w->file->ops->take(w->file, (size_t)lack, &at);
+        mt_lock(&w->mu);
+        MT_DO(st);
+        MT_DO(mt_places_add(&w->places, lack));
+    }
+    k->place = mt_places_take(&w->places, k->whole);
+    return MT_OK;
 }
 
-/* ---- copies ----------------------------------------------------------------------------- */
+/* Its bytes are in its bay when it returns, and that stays until copies back are put. */
+static mt_status bring(mt_swap *w, bundle *k)
+{
+    bay      *b;
+    mt_status st;
+
+    w->cursor = k->number;
+    k->wanted = 1;              /* from now on: the end of its read looks for bays that may go */
+    /* Its bytes are to be in its bay, or on their way there. read_ahead leaves it alone: the cursor
+     * is on it. */
+    MT_TRY(mt_worker_failure(&w->worker));
+    if (k->bay == NULL)                  /* where WRITTEN is left out: it has one request */
+        MT_TRY(WAIT_UNTIL(w, k, IS_WRITTEN(k), WRITTEN));
+    if (k->bay == NULL && k->st == MT_OK) {      /* else it is told next, or what it has is lost */
+        MT_TRY(file_bay(w, k, &b));
+        read_into(w, k, b);
+    }
+    if (!mt_skips(w->cx, MT_EDGE_READ))
+        MT_TRY(WAIT_UNTIL(w, k, k->at != READING, "what it keeps to be read (READ)"));
+    /* A bay whose read failed has nothing; a place that was written may be read again. */
+    st = k->st != MT_OK ? mt_fail_again(k->st, k->text) : MT_OK;
+    if (st != MT_OK && k->bay != NULL)
+        part(k->bay);
+    if (k->at == UNREAD) {
+        become(k, STORED);
+        k->st = MT_OK;
+    }
+    k->told = 1;
+    MT_TRY(st);
+    read_ahead(w);
+    return MT_OK;
+
+fail:
+    k->wanted = 0;
+    pthread_cond_broadcast(&w->worker.news);
+    return st;
+}
+
+/* ---- copies: who has the turn, without mu ------------------------------------------------- */
 
 static mt_status copy_slices(mt_queue *q, char *dst, const char *src, size_t bytes)
 {
-    mt_status st = MT_OK;
-
-    for (size_t at = 0; at < bytes && st == MT_OK; at += SLICE_BYTES)
-        st = q->dev->ops->copy(q, dst + at, src + at,
-                               bytes - at < SLICE_BYTES ? bytes - at : SLICE_BYTES);
-    return st;
-}
-
-static mt_status wait_for(mt_swap *w, mt_queue *q, mt_event *e, unsigned edge)
-{
-    return mt_skips(w->cx, edge) ? MT_OK : w->dev->ops->wait(q, e);
+    for (size_t at = 0; at < bytes; at += SLICE_BYTES)
+        MT_DO(q->dev->ops->copy(q, dst + at, src + at,
+                                bytes - at < SLICE_BYTES ? bytes - at : SLICE_BYTES));
+    return MT_OK;
 }
 
 /* q waits for what run was given so far. */
 static mt_status behind(mt_swap *w, mt_queue *q, mt_event *e, mt_queue *run, unsigned edge)
 {
-    mt_status st = w->dev->ops->record(run, e);
-
-    return st == MT_OK ? wait_for(w, q, e, edge) : st;
+    MT_DO(w->dev->ops->record(run, e));
+    return mt_edge(w->cx, edge, q, e);
 }
 
 /* All wanted parts between device memory and the bay, and the event behind them. */
-static mt_status copy_all(mt_swap *w, const bundle *b, mt_bay *m, const mt_swap_part *parts,
-                          int leaving, uint64_t *count)
+static mt_status copy_all(mt_swap *w, const bundle *k, const mt_swap_part *parts, int leaving)
 {
+    bay      *b = k->bay;
     mt_queue *q = leaving ? w->out : w->back;
-    char     *host = m->arena.base;
+    char     *host = b->arena.base;
     uint64_t  copied = 0;
     mt_span   span = { 0 };
-    mt_status st = MT_OK;
+    mt_status st;
 
     mt_timeline_begin(w->cx->timeline, &span, leaving ? MT_LANE_OUT : MT_LANE_BACK, MT_WORK_SWAP,
-                      b->unit, q);
-    for (int i = 0; i < b->n; i++) {
+                      k->unit, q);
+    for (int i = 0; i < k->n; i++) {
         char *mem = parts[i].mem;
 
         if (mem != NULL)
@@ -273,14 +681,12 @@ static mt_status copy_all(mt_swap *w, const bundle *b, mt_bay *m, const mt_swap_
         host += aligned(parts[i].bytes);
     }
     mt_timeline_end(w->cx->timeline, &span, copied, q);
-    MT_TRY(w->dev->ops->record(q, leaving ? m->filled : m->landed));
-    mt_watch_put(watch_of(w), leaving ? &m->filling : &m->landing,
-                 leaving ? "swap out" : "swap back", mt_store_name(w->store, b->unit),
-                 leaving ? LEFT : BACK, leaving ? m->filled : m->landed);
-    *count += copied;
-    if (mt_syncs(w->cx))
-        st = w->dev->ops->sync(q);
-    return st;
+    MT_TRY(w->dev->ops->record(q, leaving ? b->filled : b->landed));
+    mt_watch_put(watch_of(w), leaving ? &b->filling : &b->landing,
+                 leaving ? "swap out" : "swap back", mt_store_name(w->store, k->unit),
+                 leaving ? LEFT : BACK, leaving ? b->filled : b->landed);
+    MT_WITH(&w->mu) *(leaving ? &w->stats.out_bytes : &w->stats.back_bytes) += copied;
+    return mt_syncs(w->cx) ? w->dev->ops->sync(q) : MT_OK;
 
 fail:
     mt_timeline_end(w->cx->timeline, &span, copied, q);
@@ -290,74 +696,86 @@ fail:
 
 /* ---- the turn --------------------------------------------------------------------------- */
 
-static int is_ours(void *arg)
+static mt_status take_turn(mt_swap *w)
 {
-    mt_swap *w = arg;
-
-    return w->busy ? 0 : (w->busy = 1);
+    return MT_UNTIL(watch_of(w), &w->turned, &w->mu, w->busy ? 0 : (w->busy = 1), NULL,
+                    "what others keep, on its way out or back");
 }
 
-/* Returns under mu, which whoever has the turn lets go of to wait for a drive. */
-static mt_status begin_turn(mt_swap *w)
+/* k: the bundle that was in hand; NULL: none. */
+static void give_turn(mt_swap *w, bundle *k)
 {
-    MT_DO(mt_watch_until(watch_of(w), &w->turned, &w->mu, is_ours, w, NULL,
-                         "what others keep, on its way out or back"));
-    mt_lock(&w->mu);
-    assert_state(w);
-    return MT_OK;
-}
-
-static void end_turn(mt_swap *w)
-{
+    MT_HOLD(&w->mu);
+    if (k != NULL)
+        no_longer(w, k, 0, 1);
     assert_state(w);
     w->busy = 0;
     pthread_cond_broadcast(&w->turned);
-    mt_unlock(&w->mu);
 }
 
 /* ---- the door --------------------------------------------------------------------------- */
 
-/* Behind what fills it: it may be written. */
-static mt_status fill(mt_swap *w, bundle *b, const mt_swap_part *parts, mt_queue *run)
+/* A file has nothing to do with nothing. */
+static mt_status bundle_new(mt_swap *w, int unit, const mt_swap_part *parts, int n,
+                            mt_swap_tier tier, bundle **out)
 {
-    mt_bay   *m = bay_of(w, b);
-    mt_status st = MT_OK;
+    bundle *k = calloc(1, sizeof *k + (size_t)n * sizeof *k->bytes);
 
-    MT_DO(behind(w, w->out, w->made, run, MT_EDGE_COMPUTED));
-    mt_watch_compute(watch_of(w), &w->making, mt_store_name(w->store, b->unit),
-                     "its kernels (the event COMPUTED)", w->made);
-    if (b->bay != NULL)                  /* of another's the spill has waited: DRAINED */
-        MT_DO(wait_for(w, w->out, m->landed, MT_EDGE_EMPTIED));
-    MT_DO(copy_all(w, b, m, parts, 1, &w->stats.out_bytes));
-    if (b->spilled != NULL) {            /* with overlap off it waits for the drive */
-        mt_unlock(&w->mu);
-        st = mt_spill_filled(w->spill, b->spilled);
-        mt_lock(&w->mu);
+    if (k == NULL)
+        return MT_FAIL(MT_ENOMEM, "swap: no memory to note %d tensors", n);
+    k->w = w;
+    k->unit = unit;
+    k->n = n;
+    k->users = 1;
+    for (int i = 0; i < n; i++) {
+        k->bytes[i] = parts[i].bytes;
+        k->whole += aligned(parts[i].bytes);
     }
-    return st;
+    k->tier = k->whole > 0 ? tier : MT_SWAP_HOST;
+    if (k->tier == MT_SWAP_FILE)
+        k->whole = (k->whole + MT_BLOCK_ALIGN - 1) / MT_BLOCK_ALIGN * MT_BLOCK_ALIGN;
+    MT_HOLD(&w->mu);
+    k->number = ++w->bundles;
+    k->older = w->newest;
+    if (w->newest != NULL)
+        w->newest->newer = k;
+    *out = w->newest = k;
+    return MT_OK;
+}
+
+/* Behind what fills it a bundle of the tier FILE may be written; with overlap off it is when this
+ * returns. */
+static mt_status fill(mt_swap *w, bundle *k, const mt_swap_part *parts, mt_queue *run)
+{
+    MT_DO(k->tier == MT_SWAP_FILE ? prepare_file(w, k) : host_bay(w, k));
+    MT_DO(behind(w, w->out, w->made, run, MT_EDGE_COMPUTED));
+    mt_watch_compute(watch_of(w), &w->making, mt_store_name(w->store, k->unit),
+                     "its kernels (the event COMPUTED)", w->made);
+    if (k->tier == MT_SWAP_HOST)         /* for another's copies our thread has waited: DRAINED */
+        MT_DO(mt_edge(w->cx, MT_EDGE_EMPTIED, w->out, k->bay->landed));
+    MT_DO(copy_all(w, k, parts, 1));
+    MT_HOLD(&w->mu);
+    if (k->tier == MT_SWAP_FILE) {
+        become(k, FILLING);
+        owe(w, &k->bay->fills);
+        if (mt_syncs(w->cx))
+            MT_DO(WAIT_UNTIL(w, k, IS_WRITTEN(k), WRITTEN));
+    }
+    k->needed = SOURCES | TENSORS;
+    return MT_OK;
 }
 
 mt_status mt_swap_out(mt_swap *w, int unit, const mt_swap_part *parts, int n, mt_swap_tier tier,
                       mt_queue *run, uint64_t *number)
 {
-    bundle   *b = NULL;
+    bundle   *k = NULL;
     mt_status st;
 
-    MT_DO(begin_turn(w));
-    MT_TRY(bundle_new(w, unit, parts, n, tier, &b));
-    MT_TRY(fill(w, b, parts, run));
-    b->needed = SOURCES | TENSORS;
-    b->next = w->there;
-    w->there = b;
-    *number = b->number;
-    w->bundles = b->number;
-    end_turn(w);
-    return MT_OK;
-
-fail:
-    if (b != NULL)
-        bundle_close(w, b);
-    end_turn(w);
+    MT_DO(take_turn(w));
+    if ((st = bundle_new(w, unit, parts, n, tier, &k)) == MT_OK &&
+        (st = fill(w, k, parts, run)) == MT_OK)
+        *number = k->number;
+    give_turn(w, k);
     return st;
 }
 
@@ -365,18 +783,19 @@ fail:
 static mt_status waits(mt_swap *w, uint64_t number, mt_queue *run, unsigned edge)
 {
     int       leaves = edge == MT_EDGE_LEFT;
-    mt_bay   *m;
-    bundle   *b;
+    mt_event *e = NULL;
+    bundle   *k;
     mt_status st;
 
-    mt_lock(&w->mu);
-    assert_state(w);
-    MT_TRY(find(w, number, &b));
-    if ((m = bay_of(w, b)) != NULL)
-        MT_TRY(wait_for(w, run, leaves ? m->filled : m->landed, edge));
-    no_longer(w, b, leaves ? SOURCES : 0);
-fail:
-    mt_unlock(&w->mu);
+    MT_WITH(&w->mu) {
+        assert_state(w);
+        MT_DO(find(w, number, &k));
+        k->users++;
+        if (k->bay != NULL)
+            e = leaves ? k->bay->filled : k->bay->landed;
+    }
+    st = e != NULL ? mt_edge(w->cx, edge, run, e) : MT_OK;
+    MT_WITH(&w->mu) no_longer(w, k, leaves && st == MT_OK ? SOURCES : 0, 1);
     return st;
 }
 
@@ -390,104 +809,115 @@ mt_status mt_swap_await(mt_swap *w, uint64_t number, mt_queue *run)
     return waits(w, number, run, MT_EDGE_BACK);
 }
 
-static mt_status empty(mt_swap *w, bundle *b, const mt_swap_part *landing)
-{
-    mt_bay   *m = bay_of(w, b);
-    mt_status st = wait_for(w, w->back, m->filled, MT_EDGE_KEPT);
-
-    return st == MT_OK ? copy_all(w, b, m, landing, 0, &w->stats.back_bytes) : st;
-}
-
-static mt_status come_back(mt_swap *w, bundle *b, const mt_swap_part *landing, int n, mt_queue *run)
+static mt_status empty(mt_swap *w, bundle *k, const mt_swap_part *landing, int n, mt_queue *run)
 {
     mt_status st;
 
-    if (n != b->n)
-        return MT_FAIL(MT_EINVAL, "swap: %d tensors are to come back of %d", n, b->n);
+    if (n != k->n)
+        return MT_FAIL(MT_EINVAL, "swap: %d tensors are to come back of %d", n, k->n);
     for (int i = 0; i < n; i++)
-        if (landing[i].bytes != b->bytes[i])
+        if (landing[i].bytes != k->bytes[i])
             return MT_FAIL(MT_EINVAL,
                            "swap: tensor %d left with %zu bytes and is to come back with %zu", i,
-                           b->bytes[i], landing[i].bytes);
+                           k->bytes[i], landing[i].bytes);
     MT_DO(behind(w, w->back, w->room, run, MT_EDGE_ROOM));
-    if (b->spilled == NULL)
-        return empty(w, b, landing);
-    mt_unlock(&w->mu);
-    st = mt_spill_bring(w->spill, b->spilled);
-    mt_lock(&w->mu);
-    MT_DO(st);
-    st = empty(w, b, landing);
-    mt_spill_landing(w->spill, b->spilled);
+    if (k->tier == MT_SWAP_FILE)
+        MT_DO(MT_LOCKED(&w->mu, bring(w, k)));
+    if ((st = mt_edge(w->cx, MT_EDGE_KEPT, w->back, k->bay->filled)) == MT_OK)
+        st = copy_all(w, k, landing, 0);
+    MT_HOLD(&w->mu);
+    if (k->tier == MT_SWAP_FILE) {       /* the bay is another's when the copies are over */
+        k->wanted = 0;
+        owe(w, &k->bay->lands);
+    }
     return st;
 }
 
 mt_status mt_swap_back(mt_swap *w, uint64_t number, const mt_swap_part *landing, int n,
                        mt_queue *run)
 {
-    bundle   *b;
+    bundle   *k = NULL;
     mt_status st;
 
-    MT_DO(begin_turn(w));
-    if ((st = find(w, number, &b)) == MT_OK) {
-        b->needed |= COMING;             /* whoever drops it meanwhile leaves it to us */
-        st = come_back(w, b, landing, n, run);
-        no_longer(w, b, COMING);
+    MT_DO(take_turn(w));
+    MT_WITH(&w->mu) {
+        assert_state(w);
+        if ((st = find(w, number, &k)) == MT_OK)
+            k->users++;                  /* whoever drops it meanwhile leaves it to us */
     }
-    end_turn(w);
+    if (st == MT_OK)
+        st = empty(w, k, landing, n, run);
+    give_turn(w, k);
     return st;
 }
 
 void mt_swap_drop(mt_swap *w, uint64_t number)
 {
-    bundle *b;
+    bundle *k;
 
-    mt_lock(&w->mu);
-    if (find(w, number, &b) == MT_OK)
-        no_longer(w, b, TENSORS);
+    MT_HOLD(&w->mu);
+    if (find(w, number, &k) == MT_OK)
+        no_longer(w, k, TENSORS, 0);
     assert_state(w);
-    mt_unlock(&w->mu);
 }
 
 /* ---- open and close --------------------------------------------------------------------- */
 
+MT_CLOSER(mt_swap_close, mt_swap)
+
 mt_status mt_swap_open(const mt_context *cx, mt_swap **out)
 {
     mt_dev   *dev = cx->dev;
-    mt_swap  *w;
-    mt_status st;
+    mt_swap  *w MT_CLOSED(mt_swap_close) = NULL;
 
-    MT_TRY(MT_MAKE(w, 1, "swap"));
+    MT_DO(MT_MAKE(w, 1, "swap"));
     *w = (mt_swap){ .cx = cx, .dev = dev, .store = cx->store };
     mt_mutex_open(&w->mu, MT_RANK_SWAP);
-    MT_TRY(mt_watch_cond(&w->turned));
-    MT_TRY(dev->ops->queue_open(dev, "swap-out", &w->out));
-    MT_TRY(dev->ops->queue_open(dev, "swap-back", &w->back));
-    MT_TRY(dev->ops->event_open(dev, &w->made));
-    MT_TRY(dev->ops->event_open(dev, &w->room));
-    *out = w;
+    MT_DO(mt_watch_cond(&w->turned));
+    MT_DO(dev->ops->queue_open(dev, "swap-out", &w->out));
+    MT_DO(dev->ops->queue_open(dev, "swap-back", &w->back));
+    MT_DO(dev->ops->event_open(dev, &w->made));
+    MT_DO(dev->ops->event_open(dev, &w->room));
+    *out = MT_KEEP(w);
     return MT_OK;
-
-fail:
-    mt_swap_close(w);
-    return st;
 }
 
+mt_status mt_swap_disk(mt_swap *w, mt_blocks *file, int n_bays)
+{
+    if (w->file != NULL)
+        return MT_FAIL(MT_ESTATE, "swap: it has a file already");
+    if (n_bays < 2)
+        return MT_FAIL(MT_EINVAL, "spill: %d bays; 2 are the least: one moves to the device, one "
+                       "to the file", n_bays);
+    MT_DO(mt_worker_open(&w->worker, &w->mu, 1, "mt-spill", "swap disk", wait_for_device, w));
+    w->n_bays = n_bays;
+    w->file = file;
+    return MT_OK;
+}
+
+/* What is owed is waited for, while the queues that record events are; nothing new is read. */
 void mt_swap_close(mt_swap *w)
 {
     if (w == NULL)
         return;
-    mt_spill_stop(w->spill);             /* it waits for what is in the queues */
+    mt_worker_stop(&w->worker, 0);
+    MT_WITH(&w->mu) {
+        while (w->requests > 0)
+            mt_cond_wait(&w->worker.news, &w->mu);
+        assert_state(w);
+    }
     w->dev->ops->queue_close(w->out);
     w->dev->ops->queue_close(w->back);
-    for (bundle *b = w->there, *next; b != NULL; b = next) {
-        next = b->next;
-        bundle_close(w, b);
-    }
-    mt_spill_close(w->spill);
-    for (bay *b = w->bays, *next; b != NULL; b = next) {
-        next = b->next;
-        bay_close(w, b);
-    }
+    MT_WITH(&w->mu)
+        while (w->newest != NULL)
+            forget(w, w->newest);
+    for (int tier = 0; tier < 2; tier++)
+        for (bay *b = w->bays[tier], *next; b != NULL; b = next) {
+            next = b->next;
+            bay_close(w, b);
+        }
+    mt_places_close(&w->places);
+    mt_worker_close(&w->worker);
     mt_watch_take(watch_of(w), &w->making);
     w->dev->ops->event_close(w->made);
     w->dev->ops->event_close(w->room);
@@ -496,22 +926,14 @@ void mt_swap_close(mt_swap *w)
     free(w);
 }
 
-mt_status mt_swap_disk(mt_swap *w, mt_blocks *file, int n_bays)
-{
-    if (w->spill != NULL)
-        return MT_FAIL(MT_ESTATE, "swap: it has a file already");
-    return mt_spill_open(w->cx, file, n_bays, &w->spill);
-}
-
 mt_swap_stats mt_swap_stats_get(mt_swap *w)
 {
     mt_swap_stats stats;
 
-    mt_lock(&w->mu);
+    MT_HOLD(&w->mu);
     stats = w->stats;
-    if (w->spill != NULL)
-        stats.spill = mt_spill_stats_get(w->spill);
     stats.host_bytes += stats.spill.host_bytes;
-    mt_unlock(&w->mu);
+    stats.spill.file_bytes = w->places.bytes;
+    stats.spill.used_bytes = w->places.used_bytes;
     return stats;
 }

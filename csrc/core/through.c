@@ -45,14 +45,9 @@ static void assert_state(const mt_through *t)
 
 /* ---- one unit: our thread --------------------------------------------------------------- */
 
-/* By parameter of the unit: what goes up, and where its gradient is in host memory. */
-typedef struct cargo {
-    unsigned    *planes;
-    const void **grad;
-} cargo;
-
-/* up: to the device; else what is to come back, which is all but gradients. */
-static mt_status copy_parts(mt_through *t, mt_queue *q, const mt_update *b, const cargo *c,
+/* up: to the device; else what is to come back, which is all but gradients. grad: by parameter,
+ * where in host memory it is. */
+static mt_status copy_parts(mt_through *t, mt_queue *q, const mt_update *b, const void *const *grad,
                             const mt_part *parts, int n, int up)
 {
     int      unit = b->j.unit;
@@ -67,17 +62,16 @@ static mt_status copy_parts(mt_through *t, mt_queue *q, const mt_update *b, cons
         if (!up)
             continue;
         /* The gradient is not the plane's own where the user has changed it. */
-        MT_DO(t->dev->ops->copy(q, k->at[p], (const char *)c->grad[k->param] +
+        MT_DO(t->dev->ops->copy(q, k->at[p], (const char *)grad[k->param] +
                                 mt_store_plane_bytes(t->store, unit, k->param, p, k->from), bytes));
         copied += bytes;
     }
-    mt_lock(&t->mu);
+    MT_HOLD(&t->mu);
     *(up ? &t->stats.h2d_bytes : &t->stats.d2h_bytes) += copied;
-    mt_unlock(&t->mu);
     return MT_OK;
 }
 
-static mt_status put_pieces(mt_through *t, const mt_update *b, const cargo *c,
+static mt_status put_pieces(mt_through *t, const mt_update *b, const void *const *grad,
                             const mt_pieces *pieces)
 {
     mt_part parts[PARTS];
@@ -87,9 +81,9 @@ static mt_status put_pieces(mt_through *t, const mt_update *b, const cargo *c,
         int     n = pieces->piece[i].n;
 
         mt_pieces_at(pieces, i, f->mem, parts);
-        MT_DO(copy_parts(t, f->q, b, c, parts, n, 1));
+        MT_DO(copy_parts(t, f->q, b, grad, parts, n, 1));
         MT_DO(b->j.compute(b->j.arg, f->q, parts, n, b->clip));
-        MT_DO(copy_parts(t, f->q, b, c, parts, n, 0));
+        MT_DO(copy_parts(t, f->q, b, grad, parts, n, 0));
     }
     for (int i = 0; i < t->n_buffers; i++)
         MT_DO(t->dev->ops->record(t->buffers[i].q, t->buffers[i].over[b->number % 2]));
@@ -98,37 +92,31 @@ static mt_status put_pieces(mt_through *t, const mt_update *b, const cargo *c,
 
 static mt_status put_unit(mt_through *t, const mt_update *b)
 {
-    cargo      c = { 0 };
-    int        n = mt_store_params(t->store, b->j.unit);
-    mt_plane   plane;
-    mt_pieces *pieces = NULL;
-    mt_status  st;
+    int          n = mt_store_params(t->store, b->j.unit);
+    unsigned    *planes MT_FREED = NULL;     /* [n] what goes up */
+    const void **grad MT_FREED = NULL;       /* [n] */
+    mt_pieces   *pieces MT_CLOSED(mt_pieces_free) = NULL;
+    mt_plane     plane;
 
-    MT_TRY(mt_ledger_check(t->store));
+    MT_DO(mt_ledger_check(t->store));
     /* The unit's weights are overwritten: copies that read them must be over. */
-    MT_TRY(mt_ledger_wait_fetch(t->store, b->j.unit));
+    MT_DO(mt_ledger_wait_fetch(t->store, b->j.unit));
     for (int i = 0; i < t->n_buffers; i++)       /* with the first job */
         if (t->buffers[i].mem == NULL) {
-            MT_TRY(t->dev->ops->mem_alloc(t->dev, t->bytes, &t->buffers[i].mem));
-            (void)MT_LOCKED(&t->mu, t->stats.device_bytes += t->bytes);
+            MT_DO(t->dev->ops->mem_alloc(t->dev, t->bytes, &t->buffers[i].mem));
+            MT_WITH(&t->mu) t->stats.device_bytes += t->bytes;
         }
-    MT_TRY(MT_MAKE(c.planes, n, mt_store_name(t->store, b->j.unit)));
-    MT_TRY(MT_MAKE(c.grad, n, mt_store_name(t->store, b->j.unit)));
+    MT_DO(MT_MAKE(planes, n, mt_store_name(t->store, b->j.unit)));
+    MT_DO(MT_MAKE(grad, n, mt_store_name(t->store, b->j.unit)));
     for (int i = 0; i < b->j.n_params; i++) {
         int param = b->j.params[i];
 
-        MT_TRY(b->j.gradient(b->j.arg, param, &c.grad[param], &plane));
-        c.planes[param] = 1u << MT_PLANE_HI | 1u << plane | MT_STATE_PLANES;
+        MT_DO(b->j.gradient(b->j.arg, param, &grad[param], &plane));
+        planes[param] = 1u << MT_PLANE_HI | 1u << plane | MT_STATE_PLANES;
     }
-    MT_TRY(mt_pieces_cut(t->store, b->j.unit,
-                         &(mt_cut){ c.planes, t->bytes, MT_PART_ALIGN, GRAIN, PARTS,
-                                    MT_PART_ALIGN }, &pieces));
-    st = put_pieces(t, b, &c, pieces);
-fail:
-    mt_pieces_free(pieces);
-    free(c.planes);
-    free(c.grad);
-    return st;
+    MT_DO(mt_pieces_cut(t->store, b->j.unit, &(mt_cut){ planes, t->bytes, MT_PART_ALIGN, GRAIN,
+                                                        PARTS, MT_PART_ALIGN }, &pieces));
+    return put_pieces(t, b, grad, pieces);
 }
 
 /* Waits until nothing of the unit is on its way, and ends its record and its update. */
@@ -191,31 +179,28 @@ static mt_status pass(void *arg, mt_job *node)
 
 /* ---- open and close --------------------------------------------------------------------- */
 
+MT_CLOSER(mt_through_close, mt_through)
+
 mt_status mt_through_open(mt_context *cx, int n_buffers, size_t bytes, mt_through **out)
 {
-    mt_through *t = NULL;
-    mt_status   st;
+    mt_through *t MT_CLOSED(mt_through_close) = NULL;
 
     if (n_buffers < 1 || bytes < MT_THROUGH_LEAST)
         return MT_FAIL(MT_EINVAL, "through: %d buffers of %zu bytes; one of %d is the least",
                        n_buffers, bytes, MT_THROUGH_LEAST);
-    MT_TRY(MT_MAKE(t, 1, "through"));
+    MT_DO(MT_MAKE(t, 1, "through"));
     *t = (mt_through){ .cx = cx, .dev = cx->dev, .store = cx->store, .bytes = bytes };
     mt_mutex_open(&t->mu, MT_RANK_THROUGH);
-    MT_TRY(MT_MAKE(t->buffers, n_buffers, "through"));
+    MT_DO(MT_MAKE(t->buffers, n_buffers, "through"));
     t->n_buffers = n_buffers;
     for (buffer *f = t->buffers; f < t->buffers + n_buffers; f++) {
-        MT_TRY(t->dev->ops->queue_open(t->dev, "through", &f->q));
-        MT_TRY(t->dev->ops->event_open(t->dev, &f->over[0]));
-        MT_TRY(t->dev->ops->event_open(t->dev, &f->over[1]));
+        MT_DO(t->dev->ops->queue_open(t->dev, "through", &f->q));
+        MT_DO(t->dev->ops->event_open(t->dev, &f->over[0]));
+        MT_DO(t->dev->ops->event_open(t->dev, &f->over[1]));
     }
-    MT_TRY(mt_worker_open(&t->worker, &t->mu, 1, "mt-through", "through", pass, t));
-    *out = cx->through = t;
+    MT_DO(mt_worker_open(&t->worker, &t->mu, 1, "mt-through", "through", pass, t));
+    *out = cx->through = MT_KEEP(t);
     return MT_OK;
-
-fail:
-    mt_through_close(t);
-    return st;
 }
 
 void mt_through_close(mt_through *t)
@@ -252,10 +237,9 @@ static mt_status home_update(void *arg, mt_update *u)
 {
     mt_through *t = arg;
 
-    mt_lock(&t->mu);
+    MT_HOLD(&t->mu);
     u->number = mt_worker_submit(&t->worker, &u->node);
     assert_state(t);
-    mt_unlock(&t->mu);
     return MT_OK;
 }
 

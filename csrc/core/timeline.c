@@ -208,9 +208,7 @@ static void begin(mt_timeline *t, mt_span *s, int stamps, mt_queue *q)
         return;
     s->open = stamp_put(t, s->begin, q, &s->r.begin_ns);
     if (!s->open) {
-        mt_lock(&t->mu);
-        redeem(t, s, 0);
-        mt_unlock(&t->mu);
+        MT_WITH(&t->mu) redeem(t, s, 0);
     }
 }
 
@@ -233,9 +231,7 @@ void mt_timeline_end(mt_timeline *t, mt_span *s, uint64_t bytes, mt_queue *q)
     s->open = 0;
     s->r.bytes = bytes;
     kept = stamp_put(t, s->end, q, &s->r.end_ns);
-    mt_lock(&t->mu);
-    redeem(t, s, kept);
-    mt_unlock(&t->mu);
+    MT_WITH(&t->mu) redeem(t, s, kept);
 }
 
 void mt_timeline_over(mt_timeline *t, mt_lane lane, mt_work work, int unit, uint64_t begun_ns,
@@ -253,17 +249,27 @@ void mt_timeline_over(mt_timeline *t, mt_lane lane, mt_work work, int unit, uint
 
 /* ---- the computing thread's stack ------------------------------------------------------- */
 
-/* The span on top of the stack. An interrupted window is as many records as it has pieces. */
-static void piece_end(mt_timeline *t, mt_queue *run)
+/* NULL: none is open, or they are deeper than DEEP. An interrupted window is as many records as it
+ * has pieces. */
+static mt_span *top(mt_timeline *t)
 {
-    if (t->depth > 0 && t->depth <= DEEP)
-        mt_timeline_end(t, &t->stack[t->depth - 1], 0, run);
+    return t->depth > 0 && t->depth <= DEEP ? &t->stack[t->depth - 1] : NULL;
 }
 
-static void piece_begin(mt_timeline *t, mt_work work, int unit, mt_queue *run)
+static void piece_end(mt_timeline *t, mt_queue *run)
 {
-    if (t->depth > 0 && t->depth <= DEEP)
-        mt_timeline_begin(t, &t->stack[t->depth - 1], MT_LANE_COMPUTE, work, unit, run);
+    if (top(t) != NULL)
+        mt_timeline_end(t, top(t), 0, run);
+}
+
+/* Also where the timeline lost the piece before: r says what it is of. */
+static void piece_begin(mt_timeline *t, mt_record r, mt_queue *run)
+{
+    if (top(t) == NULL)
+        return;
+    mt_timeline_begin(t, top(t), MT_LANE_COMPUTE, r.work, r.unit, run);
+    top(t)->r.work = r.work;
+    top(t)->r.unit = r.unit;
 }
 
 void mt_timeline_enter(mt_timeline *t, mt_work work, int unit, mt_queue *run)
@@ -271,20 +277,9 @@ void mt_timeline_enter(mt_timeline *t, mt_work work, int unit, mt_queue *run)
     if (!atomic_load_explicit(&t->on, memory_order_relaxed))
         return;
     piece_end(t, run);
-    t->depth++;
-    piece_begin(t, work, unit, run);
-    if (t->depth <= DEEP) {              /* also where the timeline lost it: leave begins it anew */
-        t->stack[t->depth - 1].r.work = work;
-        t->stack[t->depth - 1].r.unit = unit;
+    if (t->depth++ < DEEP)
         t->fresh[t->depth - 1] = -1;
-    }
-}
-
-static void piece_again(mt_timeline *t, mt_queue *run)
-{
-    const mt_record *r = &t->stack[t->depth - 1].r;
-
-    piece_begin(t, r->work, r->unit, run);
+    piece_begin(t, (mt_record){ .work = work, .unit = unit }, run);
 }
 
 void mt_timeline_leave(mt_timeline *t, mt_queue *run)
@@ -292,13 +287,13 @@ void mt_timeline_leave(mt_timeline *t, mt_queue *run)
     if (t->depth == 0)
         return;
     piece_end(t, run);
-    if (--t->depth > 0 && t->depth <= DEEP)
-        piece_again(t, run);
+    t->depth--;
+    mt_timeline_waited(t, run);
 }
 
 int mt_timeline_wait(mt_timeline *t, int unit, mt_queue *run)
 {
-    if (t->depth == 0 || t->depth > DEEP || t->fresh[t->depth - 1] == unit)
+    if (top(t) == NULL || t->fresh[t->depth - 1] == unit)
         return 0;
     t->fresh[t->depth - 1] = unit;
     piece_end(t, run);
@@ -307,8 +302,8 @@ int mt_timeline_wait(mt_timeline *t, int unit, mt_queue *run)
 
 void mt_timeline_waited(mt_timeline *t, mt_queue *run)
 {
-    if (t->depth > 0 && t->depth <= DEEP)
-        piece_again(t, run);
+    if (top(t) != NULL)
+        piece_begin(t, top(t)->r, run);
 }
 
 void mt_timeline_step(mt_timeline *t, int number, mt_queue *run)
@@ -321,9 +316,7 @@ void mt_timeline_step(mt_timeline *t, int number, mt_queue *run)
         return;
     begin(t, &point, 1, run);
     if (point.open) {
-        mt_lock(&t->mu);
-        redeem(t, &point, 1);
-        mt_unlock(&t->mu);
+        MT_WITH(&t->mu) redeem(t, &point, 1);
     }
 }
 

@@ -42,18 +42,19 @@ struct mt_turns {
 
 /* ---- open and close ----------------------------------------------------------------------- */
 
+MT_CLOSER(mt_turns_close, mt_turns)
+
 mt_status mt_turns_open(const mt_context *cx, int ms, mt_turns **out)
 {
     int       ranks = mt_share_ranks(cx->share);
-    mt_turns *t;
+    mt_turns *t MT_CLOSED(mt_turns_close) = NULL;
     void     *room;
-    mt_status st;
 
     MT_DO(MT_MAKE(t, 1, "turns"));
     *t = (mt_turns){ .store = cx->store, .warn = cx->warn, .share = cx->share, .ms = ms, .unit = -1,
                      .stats = { .rank = -1 } };
-    MT_TRY(MT_MAKE(t->mates, ranks, "turns"));
-    MT_TRY(MT_MAKE(t->late, ranks, "turns"));
+    MT_DO(MT_MAKE(t->mates, ranks, "turns"));
+    MT_DO(MT_MAKE(t->late, ranks, "turns"));
     for (int rank = 0; rank < ranks; rank++) {
         if (mt_share_speaker(t->share, rank) != rank)
             continue;
@@ -61,14 +62,10 @@ mt_status mt_turns_open(const mt_context *cx, int ms, mt_turns **out)
             t->me = t->n_mates;
         t->mates[t->n_mates++] = rank;
     }
-    MT_TRY(mt_share_room(t->share, VERDICT_BYTES, "turns", &room));
+    MT_DO(mt_share_room(t->share, VERDICT_BYTES, "turns", &room));
     t->verdicts = room;
-    *out = t;
+    *out = MT_KEEP(t);
     return MT_OK;
-
-fail:
-    mt_turns_close(t);
-    return st;
 }
 
 void mt_turns_close(mt_turns *t)

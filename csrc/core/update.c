@@ -75,8 +75,6 @@ static void work_free(work *w)
     if (w == NULL)
         return;
     for (int i = 0; w->jobs != NULL && i < w->n; i++) {
-        if (w->jobs[i].up != NULL)
-            free((void *)(uintptr_t)w->jobs[i].up->j.params);
         free(w->jobs[i].up);
         free(w->jobs[i].counted);
         free(w->jobs[i].sums);
@@ -92,22 +90,20 @@ static int is_counted(const mt_updater *u, int unit, int param)
 {
     int64_t from;
 
-    if (u->cx->share == NULL)
-        return mt_offload_counted(u->grads, unit, param);
-    return mt_store_owned(u->store, unit, param, &from) == 0 ||
-           mt_offload_chunked(u->grads, unit, param);
+    return u->cx->share == NULL ? mt_offload_has(u->grads, unit, param, MT_GRAD_COUNTED)
+           : mt_store_owned(u->store, unit, param, &from) == 0 ||
+             mt_offload_has(u->grads, unit, param, MT_GRAD_CHUNKED);
 }
 
 static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *to)
 {
     const char *name = mt_store_name(u->store, from->unit);
-    int        *params;
+    size_t      n = (size_t)from->n_params;
 
-    MT_DO(MT_MAKE(to->up, 1, name));
+    if ((to->up = calloc(1, sizeof *to->up + n * sizeof *to->up->params)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "%s: no memory for its update", name);
     to->up->j = *from;
-    to->up->j.params = NULL;
-    MT_DO(MT_MAKE(params, from->n_params, name));
-    to->up->j.params = params;
+    to->up->j.params = to->up->params;
     MT_DO(MT_MAKE(to->counted, from->n_params, name));
     if (u->cx->share != NULL)
         MT_DO(MT_MAKE(to->sums, from->n_params, name));
@@ -116,8 +112,8 @@ static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *t
         return MT_FAIL(MT_ESTATE, "unit %s %s, and its job cannot update it there, or nothing is "
                        "open that could", name, to->home->lives);
     for (int i = 0; i < from->n_params; i++) {
-        params[i] = from->params[i];
-        to->counted[i] = (unsigned char)is_counted(u, from->unit, params[i]);
+        to->up->params[i] = from->params[i];
+        to->counted[i] = (unsigned char)is_counted(u, from->unit, from->params[i]);
     }
     return MT_OK;
 }
@@ -161,11 +157,10 @@ fail:
 
 static void publish(mt_updater *u, const work *w, const result *r)
 {
-    mt_lock(&u->mu);
+    MT_HOLD(&u->mu);
     assert_state(u);
     u->results[w->ticket % RESULTS] = *r;
     pthread_cond_broadcast(&u->worker.news);
-    mt_unlock(&u->mu);
 }
 
 static mt_status uncounted(const mt_updater *u, const job *b)
@@ -217,16 +212,6 @@ static void alike_of(const work *w, uint64_t hash[MT_ALIKES])
     }
 }
 
-/* The first rank that says another number there; ranks: none does. */
-static int differing(const mt_share *h, mt_count what, uint64_t mine)
-{
-    int rank = 0;
-
-    while (rank < mt_share_ranks(h) && mt_share_about(h, what, rank) == mine)
-        rank++;
-    return rank;
-}
-
 /* What differs: some bits of each hash, in the place of CLEAR, to which nobody comes any more. */
 static mt_status name_differences(mt_updater *u, const work *w, const uint64_t hash[MT_ALIKES])
 {
@@ -242,7 +227,7 @@ static mt_status name_differences(mt_updater *u, const work *w, const uint64_t h
         bits |= mt_alike_mix(7, hash[k]) >> (64 - MT_ALIKE_BITS) << (k * MT_ALIKE_BITS);
     mt_ledger_say(u->store, MT_COUNT_CLEAR, w->ticket, bits);
     MT_DO(mt_ledger_meet(u->store, MT_COUNT_CLEAR, w->ticket, 0, NULL));
-    if ((rank = differing(h, MT_COUNT_CLEAR, bits)) == mt_share_ranks(h))
+    if ((rank = mt_board_differs(mt_share_board(h), MT_COUNT_CLEAR, bits)) == mt_share_ranks(h))
         return MT_FAIL(MT_EPEER, "update: in step %" PRIu64 " ranks ask for other updates",
                        w->ticket);
     other = mt_share_about(h, MT_COUNT_CLEAR, rank) ^ bits;
@@ -276,7 +261,8 @@ static mt_status measure_all(mt_updater *u, const work *w)
         sum = mt_alike_mix(sum, hash[k]);
     mt_ledger_say(u->store, MT_COUNT_MEASURED, w->ticket, sum);
     MT_DO(mt_ledger_meet(u->store, MT_COUNT_MEASURED, w->ticket, 0, NULL));
-    if (differing(u->cx->share, MT_COUNT_MEASURED, sum) < mt_share_ranks(u->cx->share))
+    if (mt_board_differs(mt_share_board(u->cx->share), MT_COUNT_MEASURED, sum) <
+        mt_share_ranks(u->cx->share))
         return name_differences(u, w, hash);
     for (int i = 0; i < w->n; i++)
         for (int k = 0; k < w->jobs[i].up->j.n_params; k++) {
@@ -406,9 +392,8 @@ static mt_status run_job(mt_updater *u, job *b, float clip)
     mt_watch_end(watch, &post, st);
     MT_DO(st);
     mt_timeline_end(u->timeline, &span, b->up->j.bytes, NULL);
-    mt_lock(&u->mu);
+    MT_HOLD(&u->mu);
     u->busy_ns += mt_now_ns() - begun;
-    mt_unlock(&u->mu);
     return MT_OK;
 }
 
@@ -478,22 +463,19 @@ static mt_status carry_out(void *arg, mt_job *node)
 
 /* ---- open and close --------------------------------------------------------------------- */
 
+MT_CLOSER(mt_update_close, mt_updater)
+
 mt_status mt_update_open(const mt_context *cx, mt_offload *grads, mt_updater **out)
 {
-    mt_updater *u;
-    mt_status   st;
+    mt_updater *u MT_CLOSED(mt_update_close) = NULL;
 
     MT_DO(MT_MAKE(u, 1, "update"));
     *u = (mt_updater){ .cx = cx, .store = cx->store, .grads = grads, .pool = cx->pool,
                        .timeline = cx->timeline };
     mt_mutex_open(&u->mu, MT_RANK_UPDATE);
-    MT_TRY(mt_worker_open(&u->worker, &u->mu, 1, "mt-updater", "host update", carry_out, u));
-    *out = u;
+    MT_DO(mt_worker_open(&u->worker, &u->mu, 1, "mt-updater", "host update", carry_out, u));
+    *out = MT_KEEP(u);
     return MT_OK;
-
-fail:
-    mt_update_close(u);
-    return st;
 }
 
 void mt_update_close(mt_updater *u)
@@ -548,33 +530,19 @@ fail:
     return st;
 }
 
-typedef struct awaited {
-    const mt_updater *u;
-    uint64_t          ticket;
-    result            r;         /* of that ticket */
-} awaited;
-
-static int is_normed(void *arg)
-{
-    awaited *a = arg;
-
-    a->r = a->u->results[a->ticket % RESULTS];
-    return a->r.normed;
-}
-
 mt_status mt_update_norm(mt_updater *u, uint64_t ticket, double *norm, int *skipped)
 {
-    awaited  a = { .u = u, .ticket = ticket };
+    result   r;
     uint64_t submitted = submits(u);
 
     if (ticket == 0 || ticket > submitted || submitted - ticket >= RESULTS)
         return MT_FAIL(MT_EINVAL, "update: there is no result of submit %" PRIu64 "; the latest "
                        "is %" PRIu64 ", and %d are kept", ticket, submitted, RESULTS);
-    MT_DO(mt_watch_until(mt_store_watch(u->store), &u->worker.news, &u->mu, is_normed, &a, NULL,
-                         "the gradients' norm"));
+    MT_DO(MT_UNTIL(mt_store_watch(u->store), &u->worker.news, &u->mu,
+                   (r = u->results[ticket % RESULTS]).normed, NULL, "the gradients' norm"));
     MT_DO(mt_ledger_check(u->store));
-    *norm = a.r.norm;
-    *skipped = a.r.skipped;
+    *norm = r.norm;
+    *skipped = r.skipped;
     return MT_OK;
 }
 

@@ -85,7 +85,7 @@ void mt_watch_moved(mt_watch *w)
 static void put(mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits,
                 mt_event *e, int computes)
 {
-    mt_lock(&w->mu);
+    MT_HOLD(&w->mu);
     if (p->since_ns == 0) {
         p->before = NULL;
         p->next = w->first;
@@ -99,7 +99,6 @@ static void put(mt_watch *w, mt_post *p, const char *queue, const char *unit, co
     p->event = e;
     p->computes = computes;
     p->since_ns = mt_now_ns();
-    mt_unlock(&w->mu);
 }
 
 void mt_watch_put(mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits,
@@ -115,21 +114,18 @@ void mt_watch_compute(mt_watch *w, mt_post *p, const char *unit, const char *awa
 
 static void take(mt_watch *w, mt_post *p)
 {
-    mt_lock(&w->mu);
+    MT_HOLD(&w->mu);
     if (p->since_ns != 0) {
         if (p->next != NULL)
             p->next->before = p->before;
         *(p->before != NULL ? &p->before->next : &w->first) = p->next;
         p->since_ns = 0;
     }
-    mt_unlock(&w->mu);
 }
 
 void mt_watch_take(mt_watch *w, mt_post *p)
 {
-    mt_lock(&w->asking);
-    take(w, p);
-    mt_unlock(&w->asking);
+    MT_WITH(&w->asking) take(w, p);
 }
 
 void mt_watch_begin(mt_watch *w, mt_post *p, const char *queue, const char *unit,
@@ -209,7 +205,7 @@ void mt_watch_tell(mt_watch *w, char *out, size_t cap)
     int      told = 0, computing = 0;
 
     out[0] = 0;
-    mt_lock(&w->asking);
+    MT_HOLD(&w->asking);
     while (told < TOLD && n < cap && next_longest(w, &s)) {
         int done = 0;                    /* a device that does not answer is not done */
 
@@ -221,7 +217,6 @@ void mt_watch_tell(mt_watch *w, char *out, size_t cap)
         n += (size_t)snprintf(out + n, cap - n, "%s%s, since %.2f s", told++ > 0 ? "; " : "",
                               s.text, (double)(now > s.since_ns ? now - s.since_ns : 0) / 1e9);
     }
-    mt_unlock(&w->asking);
 }
 
 /* ---- waits ------------------------------------------------------------------------------ */
@@ -342,31 +337,36 @@ static void slice(mt_watch *w, const mt_post *p, pthread_cond_t *c, mt_mutex *mu
     woken(w, until);
 }
 
-mt_status mt_watch_until(mt_watch *w, pthread_cond_t *c, mt_mutex *mu,
-                         int (*over)(void *arg), void *arg, const char *unit, const char *awaits)
+/* Looked at anew where the lock was let go of, before it is slept on again; and once more where it
+ * is stuck. Not by who is interrupted: to look may be to take. */
+int mt__wait_on(mt__wait *wait)
 {
-    mt_post   post = { 0 };
-    mt_status st = MT_OK;
-    uint64_t  asked_ns = 0;
-    int       done;
+    mt_watch *w = wait->w;
 
-    mt_lock(mu);
-    if (!(done = over(arg)))
-        mt_watch_begin(w, &post, NULL, unit, awaits);
-    while (!done && st == MT_OK) {
-        slice(w, &post, c, mu);
-        if (!(done = over(arg)) && (asks != NULL || left_of(w, &post) == 0)) {
-            mt_unlock(mu);
-            if ((st = mt_watch_asked(&asked_ns)) == MT_OK)
-                st = judge(w, &post);
-            mt_lock(mu);
-            done = st != MT_EINTR && over(arg);  /* over may take what it finds: not for who goes */
-        }
+    if (wait->st != MT_OK)
+        return 0;
+    if (wait->post.since_ns == 0)
+        mt_watch_begin(w, &wait->post, NULL, wait->unit, wait->awaits);
+    else if (!wait->judged && (asks != NULL || left_of(w, &wait->post) == 0)) {
+        mt_unlock(wait->mu);
+        if ((wait->st = mt_watch_asked(&wait->asked_ns)) == MT_OK)
+            wait->st = judge(w, &wait->post);
+        mt_lock(wait->mu);
+        wait->judged = 1;
+        return wait->st != MT_EINTR;
     }
-    mt_unlock(mu);
-    st = done ? MT_OK : st;
-    if (post.since_ns != 0)
-        mt_watch_end(w, &post, st);
+    wait->judged = 0;
+    slice(w, &wait->post, wait->c, wait->mu);
+    return 1;
+}
+
+mt_status mt__wait_end(mt__wait *wait)
+{
+    mt_status st = wait->done ? MT_OK : wait->st;
+
+    mt_unlock(wait->mu);
+    if (wait->post.since_ns != 0)
+        mt_watch_end(wait->w, &wait->post, st);
     return st;
 }
 

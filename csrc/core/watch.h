@@ -23,7 +23,7 @@
  *     mt_watch_end(w, &post, st);
  *
  *     // one that the watchdog can
- *     st = mt_watch_until(w, &changed, &mu, over, arg, "layers.0", "...");
+ *     st = MT_UNTIL(w, &changed, &mu, slot->issued >= n, "layers.0", "...");
  *
  *     // a queue was given something, with e behind it
  *     mt_watch_put(w, &post, "h2d", "layers.0", "...", e);
@@ -84,14 +84,34 @@ void mt_watch_begin(mt_watch *w, mt_post *p, const char *queue, const char *unit
                     const char *awaits);
 void mt_watch_end  (mt_watch *w, mt_post *p, mt_status st);
 
-/* Monotonic, as mt_watch_until needs it. On failure *c may be destroyed if its bytes were 0. */
+/* Monotonic, as MT_UNTIL needs it. On failure *c may be destroyed if its bytes were 0. */
 mt_status mt_watch_cond(pthread_cond_t *c);
-/* Waits until over(arg). That is called under mu, at least once, and may note what the caller wants
- * to know of that moment. The caller does not hold mu; who may have changed what `over` looks at
- * broadcasts c, which is of mt_watch_cond. MT_ESTUCK or MT_EINTR, unless it is over. The wait is in
- * the list from the first time that it is not. */
-mt_status mt_watch_until(mt_watch *w, pthread_cond_t *c, mt_mutex *mu,
-                         int (*over)(void *arg), void *arg, const char *unit, const char *awaits);
+/* Waits until the expression `over` holds. It is looked at under the lock, at least once, and may
+ * note what the caller wants to know of that moment. The caller does not hold the lock; who may
+ * have changed what it looks at broadcasts cond, which is of mt_watch_cond. MT_ESTUCK or MT_EINTR,
+ * unless it is over. The wait is in the list from the first time that it is not. */
+#define MT_UNTIL(watch, cond, lock, over, unit_, awaits_)                                          \
+    __extension__({                                                                                \
+        mt__wait wait_ = { .w = (watch), .c = (cond), .mu = (lock), .unit = (unit_),               \
+                           .awaits = (awaits_) };                                                  \
+        mt_lock(wait_.mu);                                                                         \
+        while (!(wait_.done = (over) ? 1 : 0) && mt__wait_on(&wait_))                              \
+            ;                                                                                      \
+        mt__wait_end(&wait_);                                                                      \
+    })
+typedef struct mt__wait {
+    mt_watch       *w;
+    pthread_cond_t *c;
+    mt_mutex       *mu;
+    const char     *unit, *awaits;
+    mt_post         post;
+    uint64_t        asked_ns;
+    int             done, judged;
+    mt_status       st;
+} mt__wait;
+int       mt__wait_on (mt__wait *wait);      /* under the lock; 0: it ends */
+mt_status mt__wait_end(mt__wait *wait);      /* gives the lock back */
+
 /* The host waits for an event's record, which was made; nobody can end that. */
 mt_status mt_watch_sync (mt_watch *w, mt_event *e, const char *unit, const char *awaits);
 /* The host waits for an event, and for a record that is made meanwhile. In steps of up to a

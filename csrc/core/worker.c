@@ -17,7 +17,7 @@ static void *worker_main(void *arg)
 
     (void)pthread_setname_np(pthread_self(), w->name);
     mt_watch_i_am(w->lane);
-    mt_lock(w->mu);
+    MT_HOLD(w->mu);
     for (;;) {
         while (w->first == NULL && !w->stop)
             mt_cond_wait(&w->more, w->mu);
@@ -34,7 +34,6 @@ static void *worker_main(void *arg)
         if (++w->ended == w->submitted || w->n_threads == 1)
             pthread_cond_broadcast(&w->news);
     }
-    mt_unlock(w->mu);
     return NULL;
 }
 
@@ -136,29 +135,15 @@ void mt_worker_withdraw(mt_worker *w, mt_job *job)
     w->submitted--;
 }
 
-typedef struct awaited {
-    const mt_worker *w;
-    uint64_t         number;
-} awaited;
-
-static int have_ended(void *arg)
-{
-    const awaited *a = arg;
-
-    return a->w->ended >= a->number;
-}
-
 mt_status mt_worker_wait(mt_worker *w, mt_watch *watch, uint64_t number, const char *unit,
                          const char *awaits)
 {
-    awaited a = { .w = w, .number = number };
-
     if (is_elsewhere(w))
         return MT_FAIL(MT_ESTATE, "%s: its thread is in the process that this one was forked from",
                        w->name);
     if (number == MT_WORKER_ALL)
-        a.number = MT_LOCKED(w->mu, w->submitted);
-    MT_DO(mt_watch_until(watch, &w->news, w->mu, have_ended, &a, unit, awaits));
+        number = MT_LOCKED(w->mu, w->submitted);
+    MT_DO(MT_UNTIL(watch, &w->news, w->mu, w->ended >= number, unit, awaits));
     return MT_LOCKED(w->mu, mt_worker_failure(w));
 }
 

@@ -75,7 +75,7 @@ uint64_t  mt_worker_submit  (mt_worker *w, mt_job *job);
 void      mt_worker_again   (mt_worker *w, mt_job *job);
 /* One that has not begun is not run, and counts as never submitted. */
 void      mt_worker_withdraw(mt_worker *w, mt_job *job);
-/* Until so many jobs have ended; yields the failure then. unit, awaits: as mt_watch_until's. */
+/* Until so many jobs have ended; yields the failure then. unit, awaits: as MT_UNTIL's. */
 mt_status mt_worker_wait    (mt_worker *w, mt_watch *watch, uint64_t number, const char *unit,
                              const char *awaits);
 mt_status mt_worker_failure (const mt_worker *w);    /* as this thread's error */

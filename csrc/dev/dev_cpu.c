@@ -113,7 +113,7 @@ static mt_status line_put(cpu_line *l, cpu_op op)
     cpu_op   *ops;
     mt_status st = MT_OK;
 
-    mt_lock(&l->mu);
+    MT_HOLD(&l->mu);
     /* Twice the room; operations keep their numbers, so each finds its new place. */
     if (l->put - l->done == l->cap && (st = MT_MAKE(ops, (int64_t)cap, "cpu queue")) == MT_OK) {
         for (uint64_t k = l->done; k < l->put; k++)
@@ -126,7 +126,6 @@ static mt_status line_put(cpu_line *l, cpu_op op)
         l->ops[l->put++ & (l->cap - 1)] = op;
         pthread_cond_signal(&l->work);
     }
-    mt_unlock(&l->mu);
     return st;
 }
 
@@ -134,10 +133,9 @@ static mt_status line_put(cpu_line *l, cpu_op op)
  * they wrote is visible afterwards, by mu. */
 static void line_wait(cpu_line *l, uint64_t target)
 {
-    mt_lock(&l->mu);
+    MT_HOLD(&l->mu);
     while (l->done < target)
         mt_cond_wait(&l->moved, &l->mu);
-    mt_unlock(&l->mu);
 }
 
 static uint64_t line_end(cpu_line *l)
@@ -340,10 +338,9 @@ static cpu_line *event_note(mt_event *event, uint64_t *target)
     cpu_event *e = as_event(event);
     cpu_line  *l;
 
-    mt_lock(&e->mu);
+    MT_HOLD(&e->mu);
     l = line_keep(e->line);
     *target = e->target;
-    mt_unlock(&e->mu);
     return l;
 }
 
@@ -378,9 +375,7 @@ static mt_status cpu_query(mt_event *event, int *done)
     int       over = 1;
 
     if (l != NULL) {
-        mt_lock(&l->mu);
-        over = l->done >= target;
-        mt_unlock(&l->mu);
+        MT_WITH(&l->mu) over = l->done >= target;
     }
     line_drop(l);
     *done = over;

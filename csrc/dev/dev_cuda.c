@@ -116,12 +116,11 @@ static mt_status say(int index, cudaError_t error, const char *call)
 /* Keeps this thread's message as the device's, unless another thread was first. */
 static void keep(cuda_dev *d)
 {
-    mt_lock(&d->mu);
+    MT_HOLD(&d->mu);
     if (!atomic_load(&d->sticky)) {
         (void)snprintf(d->text, sizeof d->text, "%s", mt_last_error());
         atomic_store(&d->sticky, 1);
     }
-    mt_unlock(&d->mu);
 }
 
 /* Reports a failed call with our context current, and finds out whether the context is lost: then
@@ -447,10 +446,9 @@ fail:
 
 static void sleeper_give(cuda_dev *d, sleeper *s)
 {
-    mt_lock(&d->mu);
+    MT_HOLD(&d->mu);
     s->next = d->idle;
     d->idle = s;
-    mt_unlock(&d->mu);
 }
 
 /* The wait in the stream is for the record before this call, also if another thread records again
@@ -666,17 +664,14 @@ static mt_status origin_renew(cuda_dev *d)
     origin *made = NULL, *old;
     int     fresh;
 
-    mt_lock(&d->mu);
-    fresh = d->newest != NULL && mt_now_ns() - d->newest->ns < ORIGIN_NS;
-    mt_unlock(&d->mu);
+    MT_WITH(&d->mu) fresh = d->newest != NULL && mt_now_ns() - d->newest->ns < ORIGIN_NS;
     if (fresh)
         return MT_OK;
     MT_DO(origin_make(d, &made));
-    mt_lock(&d->mu);
+    MT_HOLD(&d->mu);
     old = d->newest;
     d->newest = made;
     origin_drop(old);
-    mt_unlock(&d->mu);
     return MT_OK;
 }
 
@@ -706,12 +701,11 @@ static void stamp_from(cuda_dev *d, mt_stamp *s, int newest)
 {
     origin *before = s->from;
 
-    mt_lock(&d->mu);
+    MT_HOLD(&d->mu);
     s->from = newest ? d->newest : NULL;
     if (s->from != NULL)
         s->from->users++;
     origin_drop(before);
-    mt_unlock(&d->mu);
 }
 
 static void cuda_stamp_close(mt_dev *dev, mt_stamp *s)

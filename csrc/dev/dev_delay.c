@@ -60,10 +60,9 @@ static void nap(void *queue)
 
 static mt_status queue_new(mt_dev *d, delay_queue **out)
 {
-    delay_queue *q = calloc(1, sizeof *q);
+    delay_queue *q;
 
-    if (q == NULL)
-        return MT_FAIL(MT_ENOMEM, "delay queue: calloc(%zu)", sizeof *q);
+    MT_DO(MT_MAKE(q, 1, "delay queue"));
     q->front.base.dev = d;
     q->max_us = as_dev(d)->max_us;
     *out = q;
@@ -72,37 +71,27 @@ static mt_status queue_new(mt_dev *d, delay_queue **out)
 
 static mt_status delay_queue_open(mt_dev *d, const char *name, mt_queue **out)
 {
-    delay_queue *q = NULL;
+    delay_queue *q MT_FREED = NULL;
     uint64_t     seed = as_dev(d)->seed;
-    mt_status    st;
 
-    MT_TRY(queue_new(d, &q));
-    MT_TRY(mt__behind(d)->ops->queue_open(mt__behind(d), name, &q->front.under));
+    MT_DO(queue_new(d, &q));
+    MT_DO(mt__behind(d)->ops->queue_open(mt__behind(d), name, &q->front.under));
     q->dawdles = 1;
     /* Seed and number are mixed, or queue 1 of seed 7 would dawdle like queue 0 of seed 8. */
     q->random = next_random(&seed) + atomic_fetch_add(&as_dev(d)->queues, 1);
     q->random = next_random(&q->random);
-    *out = &q->front.base;
+    *out = &MT_KEEP(q)->front.base;
     return MT_OK;
-
-fail:
-    free(q);
-    return st;
 }
 
 static mt_status delay_queue_adopt(mt_dev *d, uintptr_t handle, mt_queue **out)
 {
-    delay_queue *q = NULL;
-    mt_status    st;
+    delay_queue *q MT_FREED = NULL;
 
-    MT_TRY(queue_new(d, &q));
-    MT_TRY(mt__behind(d)->ops->queue_adopt(mt__behind(d), handle, &q->front.under));
-    *out = &q->front.base;
+    MT_DO(queue_new(d, &q));
+    MT_DO(mt__behind(d)->ops->queue_adopt(mt__behind(d), handle, &q->front.under));
+    *out = &MT_KEEP(q)->front.base;
     return MT_OK;
-
-fail:
-    free(q);
-    return st;
 }
 
 static mt_status dawdle(delay_queue *q)
@@ -114,16 +103,14 @@ static mt_status dawdle(delay_queue *q)
 
 static mt_status delay_copy(mt_queue *q, void *dst, const void *src, size_t bytes)
 {
-    mt_status st = dawdle(as_queue(q));
-
-    return st != MT_OK ? st : mt__behind(q->dev)->ops->copy(mt__queue_behind(q), dst, src, bytes);
+    MT_DO(dawdle(as_queue(q)));
+    return mt__behind(q->dev)->ops->copy(mt__queue_behind(q), dst, src, bytes);
 }
 
 static mt_status delay_call(mt_queue *q, void (*fn)(void *), void *arg)
 {
-    mt_status st = dawdle(as_queue(q));
-
-    return st != MT_OK ? st : mt__behind(q->dev)->ops->call(mt__queue_behind(q), fn, arg);
+    MT_DO(dawdle(as_queue(q)));
+    return mt__behind(q->dev)->ops->call(mt__queue_behind(q), fn, arg);
 }
 
 mt_status mt_dev_delay_open(mt_dev *behind, uint64_t seed, int max_us, mt_dev **out)
@@ -132,8 +119,7 @@ mt_status mt_dev_delay_open(mt_dev *behind, uint64_t seed, int max_us, mt_dev **
 
     if (max_us < 0)
         return MT_FAIL(MT_EINVAL, "delay: naps of up to %d us; 0 or more is needed", max_us);
-    if ((d = calloc(1, sizeof *d)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "delay: calloc(%zu)", sizeof *d);
+    MT_DO(MT_MAKE(d, 1, "delay"));
     mt__front_init(&d->front, behind);
     d->front.ops.queue_open = delay_queue_open;
     d->front.ops.queue_adopt = delay_queue_adopt;

@@ -19,34 +19,14 @@ static void front_close(mt_dev *d)
     free(d);
 }
 
-static mt_status front_host_register(mt_dev *d, void *p, size_t bytes)
-{
-    return mt__behind(d)->ops->host_register(mt__behind(d), p, bytes);
-}
-
 static void front_host_unregister(mt_dev *d, void *p)
 {
     mt__behind(d)->ops->host_unregister(mt__behind(d), p);
 }
 
-static mt_status front_mem_alloc(mt_dev *d, size_t bytes, void **out)
-{
-    return mt__behind(d)->ops->mem_alloc(mt__behind(d), bytes, out);
-}
-
 static void front_mem_free(mt_dev *d, void *p)
 {
     mt__behind(d)->ops->mem_free(mt__behind(d), p);
-}
-
-static mt_status front_mem_name(mt_dev *d, void *p, mt_mem_name *out)
-{
-    return mt__behind(d)->ops->mem_name(mt__behind(d), p, out);
-}
-
-static mt_status front_mem_reach(mt_dev *d, const mt_mem_name *name, void **out)
-{
-    return mt__behind(d)->ops->mem_reach(mt__behind(d), name, out);
 }
 
 static void front_mem_leave(mt_dev *d, const mt_mem_name *name, void *p)
@@ -67,31 +47,15 @@ static uintptr_t front_handle(mt_queue *q)
     return mt__behind(q->dev)->ops->handle(mt__queue_behind(q));
 }
 
-static mt_status front_copy(mt_queue *q, void *dst, const void *src, size_t bytes)
-{
-    return mt__behind(q->dev)->ops->copy(mt__queue_behind(q), dst, src, bytes);
-}
-
-static mt_status front_call(mt_queue *q, void (*fn)(void *), void *arg)
-{
-    return mt__behind(q->dev)->ops->call(mt__queue_behind(q), fn, arg);
-}
-
 static mt_status front_event_open(mt_dev *d, mt_event **out)
 {
-    front_event *e = calloc(1, sizeof *e);
-    mt_status    st;
+    front_event *e MT_FREED = NULL;
 
-    if (e == NULL)
-        return MT_FAIL(MT_ENOMEM, "event: calloc(%zu)", sizeof *e);
+    MT_DO(MT_MAKE(e, 1, "event"));
     e->base.dev = d;
-    MT_TRY(mt__behind(d)->ops->event_open(mt__behind(d), &e->under));
-    *out = &e->base;
+    MT_DO(mt__behind(d)->ops->event_open(mt__behind(d), &e->under));
+    *out = &MT_KEEP(e)->base;
     return MT_OK;
-
-fail:
-    free(e);
-    return st;
 }
 
 static void front_event_close(mt_event *e)
@@ -102,50 +66,35 @@ static void front_event_close(mt_event *e)
     free(e);
 }
 
-static mt_status front_record(mt_queue *q, mt_event *e)
-{
-    return mt__behind(q->dev)->ops->record(mt__queue_behind(q), behind(e));
-}
-
-static mt_status front_wait(mt_queue *q, mt_event *e)
-{
-    return mt__behind(q->dev)->ops->wait(mt__queue_behind(q), behind(e));
-}
-
-static mt_status front_sync_event(mt_event *e)
-{
-    return mt__behind(e->dev)->ops->sync_event(behind(e));
-}
-
-static mt_status front_query(mt_event *e, int *done)
-{
-    return mt__behind(e->dev)->ops->query(behind(e), done);
-}
-
-static mt_status front_sync(mt_queue *q)
-{
-    return mt__behind(q->dev)->ops->sync(mt__queue_behind(q));
-}
-
-static mt_status front_stamp_open(mt_dev *d, mt_stamp **out)
-{
-    return mt__behind(d)->ops->stamp_open(mt__behind(d), out);
-}
-
 static void front_stamp_close(mt_dev *d, mt_stamp *s)
 {
     mt__behind(d)->ops->stamp_close(mt__behind(d), s);
 }
 
-static mt_status front_stamp(mt_queue *q, mt_stamp *s)
-{
-    return mt__behind(q->dev)->ops->stamp(mt__queue_behind(q), s);
-}
+/* One that returns a status: its parameters, the device that is asked, what is handed on. */
+#define HAND_ON(op, parameters, dev, arguments)      \
+    static mt_status front_##op parameters           \
+    {                                                \
+        return mt__behind(dev)->ops->op arguments;   \
+    }
 
-static mt_status front_stamp_read(mt_dev *d, mt_stamp *s, uint64_t *ns, int *done)
-{
-    return mt__behind(d)->ops->stamp_read(mt__behind(d), s, ns, done);
-}
+HAND_ON(host_register, (mt_dev *d, void *p, size_t bytes), d, (mt__behind(d), p, bytes))
+HAND_ON(mem_alloc, (mt_dev *d, size_t bytes, void **out), d, (mt__behind(d), bytes, out))
+HAND_ON(mem_name, (mt_dev *d, void *p, mt_mem_name *out), d, (mt__behind(d), p, out))
+HAND_ON(mem_reach, (mt_dev *d, const mt_mem_name *name, void **out), d, (mt__behind(d), name, out))
+HAND_ON(copy, (mt_queue *q, void *dst, const void *src, size_t bytes), q->dev,
+        (mt__queue_behind(q), dst, src, bytes))
+HAND_ON(call, (mt_queue *q, void (*fn)(void *), void *arg), q->dev, (mt__queue_behind(q), fn, arg))
+HAND_ON(record, (mt_queue *q, mt_event *e), q->dev, (mt__queue_behind(q), behind(e)))
+HAND_ON(wait, (mt_queue *q, mt_event *e), q->dev, (mt__queue_behind(q), behind(e)))
+HAND_ON(sync_event, (mt_event *e), e->dev, (behind(e)))
+HAND_ON(query, (mt_event *e, int *done), e->dev, (behind(e), done))
+HAND_ON(sync, (mt_queue *q), q->dev, (mt__queue_behind(q)))
+HAND_ON(stamp_open, (mt_dev *d, mt_stamp **out), d, (mt__behind(d), out))
+HAND_ON(stamp, (mt_queue *q, mt_stamp *s), q->dev, (mt__queue_behind(q), s))
+HAND_ON(stamp_read, (mt_dev *d, mt_stamp *s, uint64_t *ns, int *done), d,
+        (mt__behind(d), s, ns, done))
+#undef HAND_ON
 
 static const mt_dev_ops front_ops = {
     .close           = front_close,

@@ -143,18 +143,15 @@ static mt_status add_region(stage_dev *d, char *p, size_t bytes)
         r.locked = 0;
         st = MT_OK;
         if (d->pool == NULL) {       /* it is there before regions are noted, and they are copied */
-            mt_lock(&d->mu);
-            (void)snprintf(d->why, sizeof d->why, "%s", mt_last_error());
-            mt_unlock(&d->mu);
+            MT_WITH(&d->mu) (void)snprintf(d->why, sizeof d->why, "%s", mt_last_error());
             st = mt_pool_open(threads, &d->pool);
         }
     }
     MT_DO(st);
-    mt_lock(&d->mu);
+    MT_HOLD(&d->mu);
     *(r.locked ? &d->locked : &d->noted) += bytes;
     d->regions[d->n++] = r;
     atomic_fetch_add(&d->n_noted, !r.locked);
-    mt_unlock(&d->mu);
     return MT_OK;
 }
 
@@ -188,11 +185,10 @@ static int is_noted(stage_dev *d, const void *at)
     const char *p = at;
     int         found = 0;
 
-    mt_lock(&d->mu);
+    MT_HOLD(&d->mu);
     for (int i = 0; i < d->n && !found; i++)
         found = !d->regions[i].locked && p >= d->regions[i].p &&
                 p < d->regions[i].p + d->regions[i].bytes;
-    mt_unlock(&d->mu);
     return found;
 }
 
@@ -369,10 +365,9 @@ size_t mt_dev_stage_noted(mt_dev *dev, char *why, size_t n)
     stage_dev *d = as_dev(dev);
     size_t     noted;
 
-    mt_lock(&d->mu);
+    MT_HOLD(&d->mu);
     noted = d->noted;
     (void)snprintf(why, n, "%s", d->why);
-    mt_unlock(&d->mu);
     return noted;
 }
 
@@ -380,8 +375,7 @@ void mt_dev_stage_limit(mt_dev *dev, size_t bytes, size_t small)
 {
     stage_dev *d = as_dev(dev);
 
-    mt_lock(&d->mu);
+    MT_HOLD(&d->mu);
     d->limit = bytes;
     d->small = small;
-    mt_unlock(&d->mu);
 }

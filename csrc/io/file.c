@@ -134,9 +134,7 @@ static mt_status move_block(mt_file *f, mt_request *r, size_t k, size_t *moved)
     if (r->write && r->sums != NULL)
         r->sums[k] = mt_block_sum(mem, bytes);
     MT_DO(mt_file_move(&f->calls, f->fd, f->path, r->write, mem, bytes, r->at + from));
-    mt_lock(&f->mu);
-    *(r->write ? &f->written_bytes : &f->read_bytes) += bytes;
-    mt_unlock(&f->mu);
+    MT_WITH(&f->mu) *(r->write ? &f->written_bytes : &f->read_bytes) += bytes;
     *moved = bytes;
     if (!r->write && r->sums != NULL && (sum = mt_block_sum(mem, bytes)) != r->sums[k])
         return MT_FAIL(MT_EDISK, "%s: the %zu bytes at offset %" PRIu64 " are not those that were "
@@ -182,9 +180,7 @@ static void put(mt_blocks *b, mt_request *r)
     r->moved = 0;
     r->begun = 0;
     r->left = mt_block_count(r->bytes);
-    mt_lock(&f->mu);
-    (void)mt_worker_submit(&f->worker, &r->job);
-    mt_unlock(&f->mu);
+    MT_WITH(&f->mu) (void)mt_worker_submit(&f->worker, &r->job);
 }
 
 /* ---- room ------------------------------------------------------------------------------- */
@@ -226,9 +222,8 @@ static mt_status grow(mt_file *f, uint64_t bytes)
                        f->limit);
     if ((why = mt_file_allocate(&f->calls, f->fd, f->reserved, bytes - f->reserved)) != 0)
         return no_room(f, bytes - f->reserved, why);
-    mt_lock(&f->mu);
+    MT_HOLD(&f->mu);
     f->reserved = bytes;
-    mt_unlock(&f->mu);
     return MT_OK;
 }
 
@@ -255,12 +250,11 @@ static mt_status take(mt_blocks *b, size_t bytes, uint64_t *at)
     size_t    whole = mt_file_pages(bytes);
     mt_status st;
 
-    mt_lock(&f->growing);
+    MT_HOLD(&f->growing);
     if ((st = grow(f, f->taken + whole)) == MT_OK) {
         *at = f->taken;
         f->taken += whole;
     }
-    mt_unlock(&f->growing);
     return st;
 }
 
@@ -318,9 +312,8 @@ static mt_status try_direct(mt_file *f)
 mt_status mt_file_open(const char *dir, uint64_t limit, int n_threads, const mt_file_calls *calls,
                        mt_file **out)
 {
-    mt_file  *f = NULL;
+    mt_file  *f MT_CLOSED(mt_file_close) = NULL;
     uint64_t  removed;
-    mt_status st;
 
     if (dir == NULL || dir[0] == 0 || n_threads < 1)
         return MT_FAIL(MT_EINVAL, "nvme: a directory and a thread are the least; \"%s\", %d",
@@ -338,15 +331,11 @@ mt_status mt_file_open(const char *dir, uint64_t limit, int n_threads, const mt_
     f->limit = limit;
     mt_mutex_open(&f->growing, MT_RANK_GROWING);
     mt_mutex_open(&f->mu, MT_RANK_FILE);
-    MT_TRY(make_file(f));
-    MT_TRY(try_direct(f));
-    MT_TRY(mt_worker_open(&f->worker, &f->mu, n_threads, "mt-disk", "disk", take_block, f));
-    *out = f;
+    MT_DO(make_file(f));
+    MT_DO(try_direct(f));
+    MT_DO(mt_worker_open(&f->worker, &f->mu, n_threads, "mt-disk", "disk", take_block, f));
+    *out = MT_KEEP(f);
     return MT_OK;
-
-fail:
-    mt_file_close(f);
-    return st;
 }
 
 /* The scratch file first: one without a manifest would be found by nobody. In a child of its owner
@@ -382,10 +371,6 @@ void mt_file_close(mt_file *f)
 
 mt_file_stats mt_file_stats_get(mt_file *f)
 {
-    mt_file_stats stats;
-
-    mt_lock(&f->mu);
-    stats = (mt_file_stats){ f->read_bytes, f->written_bytes, f->reserved, f->direct };
-    mt_unlock(&f->mu);
-    return stats;
+    MT_HOLD(&f->mu);
+    return (mt_file_stats){ f->read_bytes, f->written_bytes, f->reserved, f->direct };
 }

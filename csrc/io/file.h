@@ -68,6 +68,7 @@ mt_status mt_file_room(const char *dir, uint64_t *bytes);
 mt_status mt_file_open (const char *dir, uint64_t limit, int n_threads, const mt_file_calls *calls,
                         mt_file **out);
 void      mt_file_close(mt_file *f);                     /* NULL is fine */
+MT_CLOSER(mt_file_close, mt_file)
 /* Room on the disk for so many bytes in all;
  * what `take` hands out beyond them is asked for then. */
 mt_status mt_file_reserve(mt_file *f, uint64_t bytes);

@@ -40,7 +40,7 @@ static void request_over(mt_request *r)
 {
     run *t = r->arg;
 
-    mt_lock(&t->mu);
+    MT_HOLD(&t->mu);
     t->under_way--;
     if (r->st != MT_OK && t->st == MT_OK) {
         t->st = r->st;
@@ -49,7 +49,6 @@ static void request_over(mt_request *r)
     if (t->st == MT_OK && t->next < t->end)
         put_next(t, r);
     pthread_cond_signal(&t->over);
-    mt_unlock(&t->mu);
 }
 
 /* bytes/s of one way over the whole file. */

@@ -156,14 +156,13 @@ static void copy_extent(const mt_extent *e, uint64_t at, size_t bytes, char *mem
 
 static void fail(mt_shards *w, mt_status st)
 {
-    mt_lock(&w->mu);
+    MT_HOLD(&w->mu);
     if (w->st == MT_OK) {
         w->st = st;
         snprintf(w->text, sizeof w->text, "%s", mt_last_error());
     }
     w->stop = 1;
     pthread_cond_broadcast(&w->changed);
-    mt_unlock(&w->mu);
 }
 
 static size_t brings(const mt_shards *w, int unit)
@@ -259,14 +258,13 @@ static share *take_share(mt_shards *w, int *begins)
     size_t i = NONE;
     share *p = NULL;
 
-    mt_lock(&w->mu);
+    MT_HOLD(&w->mu);
     while (!w->stop && w->taken < w->n_shares && (i = choose(w)) == NONE)
         mt_cond_wait(&w->changed, &w->mu);
     if (!w->stop && w->taken < w->n_shares) {
         p = &w->shares[i];
         *begins = take(w, p);
     }
-    mt_unlock(&w->mu);
     return p;
 }
 
@@ -278,14 +276,13 @@ static mt_status begin_unit(mt_shards *w, int unit, int begins)
 
     if (begins && unit < w->how.n_units && w->how.begin != NULL)
         st = w->how.begin(w->how.arg, unit);
-    mt_lock(&w->mu);
+    MT_HOLD(&w->mu);
     if (begins) {
         o->at = BEGUN;
         pthread_cond_broadcast(&w->changed);
     }
     while (o->at == BEGINNING)
         mt_cond_wait(&w->changed, &w->mu);
-    mt_unlock(&w->mu);
     return st;
 }
 
@@ -384,12 +381,11 @@ static mt_status copy_all(void *arg, mt_job *job)
 /* For others, before the file's sync: a drive may take its time for that. */
 static void give_back(mt_shards *w, buffer *m)
 {
-    mt_lock(&w->mu);
+    MT_HOLD(&w->mu);
     m->next = w->idle;
     w->idle = m;
     w->moving--;
     pthread_cond_broadcast(&w->changed);
-    mt_unlock(&w->mu);
 }
 
 /* Behind the file's last block. Nothing shows how far a sync has come: it is patient. */
@@ -735,14 +731,13 @@ static int next_block(reading *r, mt_status st, size_t *k)
 {
     int some;
 
-    mt_lock(&r->mu);
+    MT_HOLD(&r->mu);
     if (st != MT_OK && r->st == MT_OK) {
         r->st = st;
         snprintf(r->text, sizeof r->text, "%s", mt_last_error());
     }
     if ((some = r->st == MT_OK && r->next < mt_block_count((size_t)r->shard->bytes)))
         *k = r->next++;
-    mt_unlock(&r->mu);
     return some;
 }
 
@@ -782,10 +777,9 @@ static void call_helpers(reading *r, int n)
     if (n < 1 || (r->jobs = calloc((size_t)n, sizeof *r->jobs)) == NULL ||
         mt_worker_open(&r->worker, &r->mu, n, "mt-load", "load", help_reading, r) != MT_OK)
         return;
-    mt_lock(&r->mu);
+    MT_HOLD(&r->mu);
     while (n-- > 0)
         (void)mt_worker_submit(&r->worker, &r->jobs[n]);
-    mt_unlock(&r->mu);
 }
 
 static mt_status open_for_reading(const mt_shard *s, const mt_file_calls *c, int *out)

@@ -36,7 +36,7 @@
 
 #include "../core/dev.h"
 #include "../core/pool.h"
-#include "../core/states.h"
+#include "../core/dtype.h"
 
 typedef enum mt_isa { MT_ISA_SCALAR, MT_ISA_AVX2, MT_ISA_AVX512, MT_ISA_COUNT } mt_isa;
 const char *mt_isa_name(mt_isa isa);

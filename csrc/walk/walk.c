@@ -168,8 +168,7 @@ static mt_status check_window(const mt_walk *in, const mt_walk_list *list, int64
 /* The schedule names units that exist, and has each use in its order. */
 static mt_status check_schedule(const mt_walk *in, const mt_step *steps, int64_t n)
 {
-    int64_t   at = 0;
-    mt_status st = MT_OK;
+    int64_t at = 0;
 
     for (int64_t i = 0; i < n; i++)
         if (steps[i].unit < 0 || steps[i].unit >= in->n_units)
@@ -177,26 +176,22 @@ static mt_status check_schedule(const mt_walk *in, const mt_step *steps, int64_t
                            (long long)in->n_units);
     for (int64_t micro = 0; micro < in->shown; micro++) {
         for (int64_t w = 0; w < in->n_windows; w++)
-            MT_TRY(check_window(in, &in->units, w, steps, n, &at));
+            MT_DO(check_window(in, &in->units, w, steps, n, &at));
         for (int64_t w = in->n_windows - 1; w >= 0; w--)
             if (in->backward_s[w] != 0.0)
-                MT_TRY(check_window(in, &in->again, w, steps, n, &at));
+                MT_DO(check_window(in, &in->again, w, steps, n, &at));
     }
-fail:
-    return st;
+    return MT_OK;
 }
 
 static mt_status check_all(const mt_walk *in)
 {
-    mt_status st;
-
-    MT_TRY(check_numbers(in));
-    MT_TRY(check_list(in, &in->units, "units"));
-    MT_TRY(check_list(in, &in->again, "units of backward"));
-    MT_TRY(check_list(in, &in->leaving, "hand-overs"));
-    MT_TRY(check_units(in));
-fail:
-    return st;
+    MT_DO(check_numbers(in));
+    MT_DO(check_list(in, &in->units, "units"));
+    MT_DO(check_list(in, &in->again, "units of backward"));
+    MT_DO(check_list(in, &in->leaving, "hand-overs"));
+    MT_DO(check_units(in));
+    return MT_OK;
 }
 
 /* ---- memory ----------------------------------------------------------------------------- */
@@ -1046,25 +1041,25 @@ static double ahead_of(walker *t)
 
 /* ---- the schedule ----------------------------------------------------------------------- */
 
-static int64_t mark_window(const mt_walk *in, const mt_walk_list *list, int64_t w, mt_mark *marks,
-                           int64_t n)
+static int64_t use_window(const mt_walk *in, const mt_walk_list *list, int64_t w, int *trace,
+                          int64_t n)
 {
     for (int64_t i = list->begin[w]; i < list->begin[w + 1]; i++)
         if (in->updated_on[list->item[i]] != MT_LANE_DEVICE)
-            marks[n++] = (mt_mark){ MT_COMPUTE, (int)list->item[i] };
+            trace[n++] = (int)list->item[i];
     return n;
 }
 
-static int64_t mark_uses(const mt_walk *in, mt_mark *marks)
+static int64_t trace_of(const mt_walk *in, int *trace)
 {
     int64_t n = 0;
 
     for (int64_t micro = 0; micro < in->shown; micro++) {
         for (int64_t w = 0; w < in->n_windows; w++)
-            n = mark_window(in, &in->units, w, marks, n);
+            n = use_window(in, &in->units, w, trace, n);
         for (int64_t w = in->n_windows - 1; w >= 0; w--)
             if (in->backward_s[w] != 0.0)
-                n = mark_window(in, &in->again, w, marks, n);
+                n = use_window(in, &in->again, w, trace, n);
     }
     return n;
 }
@@ -1077,26 +1072,19 @@ static void sizes_of(const int64_t *bytes, int64_t n, size_t *sizes)
 
 mt_status mt_walk_schedule(const mt_walk *in, mt_schedule **out)
 {
-    mt_mark  *marks = NULL;
-    size_t   *sizes = NULL, most;
-    mt_status st;
+    int      *trace MT_FREED = NULL;
+    size_t   *sizes MT_FREED = NULL, most;
 
-    MT_TRY(check_all(in));
+    MT_DO(check_all(in));
     most = (size_t)((in->units.begin[in->n_windows] + in->again.begin[in->n_windows]) * in->shown);
-    marks = calloc(most + 1, sizeof *marks);
+    trace = calloc(most + 1, sizeof *trace);
     sizes = calloc((size_t)(in->n_units + in->n_slots) + 1, sizeof *sizes);
-    if (marks == NULL || sizes == NULL) {
-        st = MT_FAIL(MT_ENOMEM, "walk: no memory for %zu uses", most);
-        goto fail;
-    }
+    if (trace == NULL || sizes == NULL)
+        return MT_FAIL(MT_ENOMEM, "walk: no memory for %zu uses", most);
     sizes_of(in->weights, in->n_units, sizes);
     sizes_of(in->slots, in->n_slots, sizes + in->n_units);
-    st = mt_schedule_build(marks, mark_uses(in, marks), sizes, (int)in->n_units,
-                           sizes + in->n_units, (int)in->n_slots, out);
-fail:
-    free(marks);
-    free(sizes);
-    return st;
+    return mt_schedule_build(trace, trace_of(in, trace), sizes, (int)in->n_units,
+                             sizes + in->n_units, (int)in->n_slots, out);
 }
 
 /* ---- the door --------------------------------------------------------------------------- */
@@ -1105,13 +1093,12 @@ mt_status mt_walk_run(const mt_walk *in, const mt_step *steps, int64_t n_steps, 
                       mt_walk_events *events, mt_walked *out, int *under)
 {
     walker    t = { .in = in, .step = steps, .events = events };
-    double   *d = NULL, ahead, seconds;
-    int64_t  *n = NULL;
-    mt_status st;
+    double   *d MT_FREED = NULL, ahead, seconds;
+    int64_t  *n MT_FREED = NULL;
 
-    MT_TRY(check_all(in));
-    MT_TRY(check_schedule(in, steps, n_steps));
-    MT_TRY(walker_open(&t, in, &d, &n));
+    MT_DO(check_all(in));
+    MT_DO(check_schedule(in, steps, n_steps));
+    MT_DO(walker_open(&t, in, &d, &n));
     find_guests(&t);
     ahead = ahead_of(&t);
     *under = in->n_lent == 0 || make_steady(&t, ahead, than);
@@ -1119,8 +1106,5 @@ mt_status mt_walk_run(const mt_walk *in, const mt_step *steps, int64_t n_steps, 
     *under = *under && seconds < than;
     if (*under)
         tell(&t, seconds, out);
-fail:
-    free(d);
-    free(n);
-    return st;
+    return MT_OK;
 }

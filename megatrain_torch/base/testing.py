@@ -19,7 +19,7 @@ class Doors:
     delay_us: int = 0           # each queue sleeps up to so long before each operation
     seed: int = 0               # what the lengths are drawn from
     lock: int | None = None     # bytes of host memory that may be locked for the device; None: as the system allows
-    skip: int = 0               # waits that are left out, bits MT_EDGE_* of csrc/core/debug.h
+    skip: int = 0               # waits that are left out, bits MT_EDGE_* of csrc/core/context.h
     poison: bool = False        # slots are filled with NaN when they are freed
     sync: bool = False          # each operation is over before the next is asked for
     disk: Mapping[str, int] = field(default_factory=dict)       # sizes of buffers, and threads, of states on disk

@@ -5,7 +5,8 @@
 #include "slow_disk.h"
 #include "toy.h"
 #include "../../csrc/core/clock.h"
-#include "../../csrc/core/feed.h"
+#include "../../csrc/core/disk.h"
+#include "../../csrc/io/file.h"
 
 CLOSES(mt_timeline, mt_timeline_close(*x))
 

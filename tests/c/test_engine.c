@@ -442,7 +442,6 @@ static void hand_over(engine *e, int unit, source *s)
         items[p] = (mt_grad_item){ p, s->g[p], e->has[unit] ? MT_GRAD_ADD : MT_GRAD_SET, 0 };
     e->has[unit] = 1;
     CHECK_OK(mt_offload_put(e->o, unit, items, TOY_PARAMS, e->t.run, &s->ticket));
-    mt_stream_mark_offload(e->s, unit);
 }
 
 static void forward(engine *e, const step_plan *s, int step)

@@ -135,7 +135,7 @@ static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
  * the lock. 4: after it what is held is known still. */
 static void wait_some(int how)
 {
-    mt_mutex        before = MT_MUTEX(MT_RANK_SWAP), m = MT_MUTEX(MT_RANK_SPILL);
+    mt_mutex        before = MT_MUTEX(MT_RANK_SWAP), m = MT_MUTEX(MT_RANK_OFFLOAD);
     mt_mutex        since = MT_MUTEX(MT_RANK_MAP);
     struct timespec past = { 1, 0 };
 
@@ -159,7 +159,7 @@ TEST(waits_give_back_the_last_lock_alone)
     CHECK_EQ(noticed(wait_some, 0), 0);
     CHECK_EQ(noticed(wait_some, 1), 0);
     CHECK_EQ(noticed(wait_some, 2), 1);
-    CHECK_HAS(told, "SPILL (");
+    CHECK_HAS(told, "OFFLOAD (");
     CHECK_HAS(told, "which was taken since");
     CHECK_EQ(noticed(wait_some, 3), 1);
     CHECK_HAS(told, "does not hold it");

@@ -139,15 +139,15 @@ TEST(sumsq_counts_from_put_to_forget)
     RIG(r, MT_F32, 3, 200);
     (void)mt_offload_sumsq(r.o, 2, 0, &valid);
     CHECK_EQ(valid, 0);
-    CHECK_EQ(mt_offload_counted(r.o, 2, 0), 0);
+    CHECK_EQ(mt_offload_has(r.o, 2, 0, MT_GRAD_COUNTED), 0);
     fill(&r, MT_F32, 3.0f);
     (void)put(&r, 2, MT_GRAD_SET, 0);
-    CHECK_EQ(mt_offload_counted(r.o, 2, 0), 1);     /* on its way */
-    CHECK_EQ(mt_offload_counted(r.o, 2, TOY_PARAMS), 0);
+    CHECK_EQ(mt_offload_has(r.o, 2, 0, MT_GRAD_COUNTED), 1);     /* on its way */
+    CHECK_EQ(mt_offload_has(r.o, 2, TOY_PARAMS, MT_GRAD_COUNTED), 0);
     CHECK_OK(mt_offload_drain(r.o));
     CHECK(sum_is(&r, 2, 3.0f));
     mt_offload_forget(r.o, 2);
-    CHECK_EQ(mt_offload_counted(r.o, 2, 0), 0);
+    CHECK_EQ(mt_offload_has(r.o, 2, 0, MT_GRAD_COUNTED), 0);
     (void)mt_offload_sumsq(r.o, 2, 0, &valid);
     CHECK_EQ(valid, 0);
     mt_offload_forget(r.o, UNITS);                  /* nothing known: nothing to forget */

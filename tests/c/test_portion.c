@@ -209,7 +209,7 @@ static void tell_chunks(side *s)
         const double *mine = mt_offload_chunks(s->o, 0, i, &n);
 
         CHECK_EQ(mine != NULL, s->n[i] > 0);
-        CHECK_EQ(mt_offload_chunked(s->o, 0, i), mine != NULL);
+        CHECK_EQ(mt_offload_has(s->o, 0, i, MT_GRAD_CHUNKED), mine != NULL);
         CHECK_EQ(n, mine != NULL ? MT_SUMSQ_CHUNKS(s->n[i]) : 0);
         if (mine == NULL)
             continue;
@@ -796,7 +796,7 @@ TEST(a_sum_of_a_part_does_not_count)
 
             put_gradients(s, m > 0 ? MT_GRAD_ADD : MT_GRAD_SET);
             for (int i = 0; i < PARAMS; i++)
-                CHECK_EQ(mt_offload_counted(s->o, 0, i), 0);
+                CHECK_EQ(mt_offload_has(s->o, 0, i, MT_GRAD_COUNTED), 0);
             if (m == 0)
                 continue;
             CHECK_OK(mt_update_submit(s->u, &job, 1, 1.0, s->run, &ticket));

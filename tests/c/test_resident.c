@@ -367,7 +367,6 @@ static void window(model *m, int step, int micro, int u)
         m->changed[u][p] = 0;
     }
     CHECK_OK(mt_offload_put(m->o, u, items, PARAMS, m->run, &ticket));
-    mt_stream_mark_offload(m->s, u);
 }
 
 /* ---- updates: on the updater's thread --------------------------------------------------- */
@@ -494,7 +493,7 @@ static uint64_t submit_some(model *m, int step, int first, int n)
                      .guest = m->a != NULL && mt_arrive_invited(m->a, u) };
         lift(m, u);
         for (int p = 0; p < PARAMS; p++)
-            a->acc[p] = mt_offload_has_acc(m->o, u, p);
+            a->acc[p] = mt_offload_has(m->o, u, p, MT_GRAD_SUMMED);
         jobs[u - first] = (mt_update_job){ .unit = u, .n_params = PARAMS, .params = all_params,
                                    .run = adam_run, .put = adam_put, .gradient = adam_gradient,
                                    .compute = adam_compute, .free = free, .arg = a };

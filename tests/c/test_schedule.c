@@ -15,24 +15,21 @@ static const char *const names[UNITS] = { "embed",    "layers.0", "layers.1",
                                           "layers.2", "layers.3", "head" };
 
 /* Forward; then backward, in which the embedding needs no weights to make its gradient. */
-static int64_t step_trace(mt_mark *t)
+static int64_t step_trace(int *t)
 {
     int64_t n = 0;
 
     for (int u = EMBED; u <= HEAD; u++)
-        t[n++] = (mt_mark){ MT_COMPUTE, u };
-    for (int u = HEAD; u >= EMBED; u--) {
-        if (u != EMBED)
-            t[n++] = (mt_mark){ MT_COMPUTE, u };
-        t[n++] = (mt_mark){ MT_OFFLOAD, u };
-    }
+        t[n++] = u;
+    for (int u = HEAD; u > EMBED; u--)
+        t[n++] = u;
     return n;
 }
 
 static void check_text(int n_small, const char *want)
 {
     mt_schedule *s = NULL;
-    mt_mark      trace[2 * UNITS + UNITS];
+    int          trace[2 * UNITS];
     int64_t      n = step_trace(trace);
     size_t       slots[8];
     char         text[4096];
@@ -56,46 +53,25 @@ TEST(two_slots_for_layers_as_text)
                   "fetch layers.1     -> slot 1\n"
                   "compute embed      in slot 2\n"
                   "compute layers.0   in slot 0\n"
-                  "release layers.0   from slot 0\n"
                   "fetch layers.2     -> slot 0\n"
                   "compute layers.1   in slot 1\n"
-                  "release layers.1   from slot 1\n"
                   "fetch layers.3     -> slot 1\n"
-                  "release embed      from slot 2\n"
                   "fetch head         -> slot 2\n"
                   "compute layers.2   in slot 0\n"
                   "compute layers.3   in slot 1\n"
                   "compute head       in slot 2\n"
                   "compute head       in slot 2\n"
-                  "offload head\n"
                   "compute layers.3   in slot 1\n"
-                  "release layers.3   from slot 1\n"
                   "fetch layers.1     -> slot 1\n"
-                  "offload layers.3\n"
                   "compute layers.2   in slot 0\n"
-                  "release layers.2   from slot 0\n"
                   "fetch layers.0     -> slot 0\n"
-                  "offload layers.2\n"
                   "compute layers.1   in slot 1\n"
-                  "offload layers.1\n"
-                  "compute layers.0   in slot 0\n"
-                  "offload layers.0\n"
-                  "offload embed\n"
-                  "release layers.0   from slot 0\n"
-                  "release layers.1   from slot 1\n"
-                  "release head       from slot 2\n"
-                  "update embed\n"
-                  "update layers.0\n"
-                  "update layers.1\n"
-                  "update layers.2\n"
-                  "update layers.3\n"
-                  "update head\n");
+                  "compute layers.0   in slot 0\n");
 }
 
 TEST(one_slot_takes_turns)
 {
-    const mt_mark trace[] = { { MT_COMPUTE, 0 }, { MT_COMPUTE, 1 }, { MT_COMPUTE, 1 },
-                              { MT_COMPUTE, 0 } };
+    const int     trace[] = { 0, 1, 1, 0 };
     const size_t  bytes[] = { 8, 8 }, slot = 8;
     char          text[1024];
 
@@ -103,22 +79,18 @@ TEST(one_slot_takes_turns)
     mt_schedule_print(s, NULL, text, sizeof text);
     CHECK_STR(text, "fetch unit 0       -> slot 0\n"
                     "compute unit 0     in slot 0\n"
-                    "release unit 0     from slot 0\n"
                     "fetch unit 1       -> slot 0\n"
                     "compute unit 1     in slot 0\n"
                     "compute unit 1     in slot 0\n"
-                    "release unit 1     from slot 0\n"
                     "fetch unit 0       -> slot 0\n"
-                    "compute unit 0     in slot 0\n"
-                    "release unit 0     from slot 0\n");
+                    "compute unit 0     in slot 0\n");
 }
 
 /* Units 0 to 3 share two slots, 4 and 5 another. The fetch of 2 must wait for that of 5, needed
  * before it; by then both 0 and 1 have been used. `again` is needed once more at the end. */
 static void check_victim(int again, int want_slot)
 {
-    const mt_mark trace[] = { { MT_COMPUTE, 0 }, { MT_COMPUTE, 1 }, { MT_COMPUTE, 4 },
-                              { MT_COMPUTE, 5 }, { MT_COMPUTE, 2 }, { MT_COMPUTE, again } };
+    const int     trace[] = { 0, 1, 4, 5, 2, again };
     const size_t  bytes[] = { 8, 8, 8, 8, 16, 16 }, slots[] = { 8, 8, 16 };
     int           slot = -1;
 
@@ -154,26 +126,9 @@ TEST(empty_trace_has_no_steps)
     mt_schedule_free(NULL);
 }
 
-TEST(unit_without_compute_needs_no_slot_and_is_updated_last)
-{
-    const mt_mark trace[] = { { MT_OFFLOAD, 0 }, { MT_COMPUTE, 1 }, { MT_OFFLOAD, 1 } };
-    const size_t  bytes[] = { 1000, 8 }, slot = 8;
-    char          text[1024];
-
-    OPENED(mt_schedule, s, mt_schedule_build(trace, 3, bytes, 2, &slot, 1, &s));
-    mt_schedule_print(s, NULL, text, sizeof text);
-    CHECK_STR(text, "fetch unit 1       -> slot 0\n"
-                    "offload unit 0\n"
-                    "compute unit 1     in slot 0\n"
-                    "offload unit 1\n"
-                    "release unit 1     from slot 0\n"
-                    "update unit 1\n"
-                    "update unit 0\n");
-}
-
 TEST(unit_larger_than_every_slot_is_refused_with_numbers)
 {
-    const mt_mark trace[] = { { MT_COMPUTE, 0 }, { MT_COMPUTE, 1 } };
+    const int     trace[] = { 0, 1 };
     const size_t  bytes[] = { 8, 5000 }, slots[] = { 16, 4096, 64 };
     mt_schedule  *s = NULL;
 
@@ -185,13 +140,12 @@ TEST(unit_larger_than_every_slot_is_refused_with_numbers)
     CHECK_FAILS(mt_schedule_build(trace, 1, bytes, 2, NULL, 0, &s), MT_EINVAL, "0 slots");
 }
 
-TEST(marks_of_wrong_kind_or_unit_are_refused)
+TEST(units_that_are_not_there_are_refused)
 {
-    const mt_mark kind = { MT_FETCH, 0 }, unit = { MT_OFFLOAD, 1 }, below = { MT_COMPUTE, -1 };
+    const int     unit = 1, below = -1;
     const size_t  bytes = 8;
     mt_schedule  *s = NULL;
 
-    CHECK_EQ(mt_schedule_build(&kind, 1, &bytes, 1, &bytes, 1, &s), MT_EINVAL);
     CHECK_FAILS(mt_schedule_build(&unit, 1, &bytes, 1, &bytes, 1, &s), MT_EINVAL, "unit 1 of 1");
     CHECK_EQ(mt_schedule_build(&below, 1, &bytes, 1, &bytes, 1, &s), MT_EINVAL);
     CHECK(s == NULL);
@@ -199,7 +153,7 @@ TEST(marks_of_wrong_kind_or_unit_are_refused)
 
 TEST(text_is_cut_at_cap_and_tells_its_length)
 {
-    const mt_mark trace = { MT_COMPUTE, 0 };
+    const int     trace = 0;
     const size_t  bytes = 8;
     char          whole[256], cut[256];
 
@@ -220,7 +174,7 @@ TEST(text_is_cut_at_cap_and_tells_its_length)
 enum { MAX_UNITS = 12, MAX_SLOTS = 10, MAX_TRACE = 120 };
 
 typedef struct problem {
-    mt_mark trace[MAX_TRACE];
+    int     trace[MAX_TRACE];
     int64_t n;
     size_t  unit_bytes[MAX_UNITS], slot_bytes[MAX_SLOTS];
     int     n_units, n_slots;
@@ -251,7 +205,7 @@ static void make_problem(problem *p, uint64_t seed)
         p->unit_bytes[i] = (size_t[]){ 0, 60, 64, 100, 256 }[below(5)];
     for (int64_t i = 0; i < p->n; i++) {
         unit = below(2) ? below(p->n_units) : (unit + below(3) + p->n_units - 1) % p->n_units;
-        p->trace[i] = (mt_mark){ below(4) ? MT_COMPUTE : MT_OFFLOAD, unit };
+        p->trace[i] = unit;
     }
 }
 
@@ -295,22 +249,22 @@ static int count(const mt_schedule *s, mt_step_kind kind, int unit)
     return n;
 }
 
-/* Without its copies and updates, a schedule is its trace. */
+/* Without its copies, a schedule is its trace. */
 static void check_follows_trace(const problem *p, const mt_schedule *s)
 {
     int64_t at = 0;
 
     for (int64_t i = 0; i < s->n; i++) {
         const mt_step *e = &s->steps[i];
-        if (e->kind != MT_COMPUTE && e->kind != MT_OFFLOAD)
+        if (e->kind != MT_COMPUTE)
             continue;
-        CHECK(at < p->n && p->trace[at].kind == e->kind && p->trace[at].unit == e->unit);
+        CHECK(at < p->n && p->trace[at] == e->unit);
         at++;
     }
     CHECK_EQ(at, p->n);
 }
 
-/* The FETCH at step i, into a slot that held `old` (-1: nothing) until the RELEASE before. */
+/* The FETCH at step i, into a slot that held `old` (-1: nothing) before. */
 static void check_fetch(const problem *p, const mt_schedule *s, int64_t i, int old)
 {
     const mt_step *e = &s->steps[i];
@@ -318,7 +272,6 @@ static void check_fetch(const problem *p, const mt_schedule *s, int64_t i, int o
 
     CHECK_EQ(p->slot_bytes[e->slot], class_of(p, e->unit));
     CHECK(use < s->n);                                           /* no copy for nothing */
-    CHECK(use < ahead(s, i, MT_RELEASE, e->unit));
     CHECK(old < 0 || use < ahead(s, i, MT_COMPUTE, old));        /* nobody needed sooner went */
     for (int64_t j = i + 1; j < use; j++)                        /* in the order of need */
         if (s->steps[j].kind == MT_FETCH)
@@ -332,45 +285,19 @@ static void check_fetch(const problem *p, const mt_schedule *s, int64_t i, int o
 
 static void check_slots(const problem *p, const mt_schedule *s)
 {
-    int holds[MAX_SLOTS], old[MAX_SLOTS];
+    int holds[MAX_SLOTS];
 
     memset(holds, -1, sizeof holds);
-    memset(old, -1, sizeof old);
     for (int64_t i = 0; i < s->n; i++) {
         const mt_step *e = &s->steps[i];
-        if (e->kind == MT_COMPUTE || e->kind == MT_RELEASE)
+        if (e->kind == MT_COMPUTE) {
             CHECK_EQ(holds[e->slot], e->unit);
-        if (e->kind == MT_RELEASE) {
-            holds[e->slot] = -1;
-            old[e->slot] = e->unit;
-        } else if (e->kind == MT_FETCH) {
-            CHECK_EQ(holds[e->slot], -1);
-            for (int j = 0; j < p->n_slots; j++)
-                CHECK(holds[j] != e->unit);
-            check_fetch(p, s, i, old[e->slot]);
-            holds[e->slot] = e->unit;
-        } else {
-            CHECK_EQ(e->slot, e->kind == MT_COMPUTE ? e->slot : -1);
-        }
-    }
-    for (int j = 0; j < p->n_slots; j++)
-        CHECK_EQ(holds[j], -1);
-}
-
-static void check_updates(const problem *p, const mt_schedule *s)
-{
-    int64_t last = -1;
-
-    for (int u = 0; u < p->n_units; u++)
-        CHECK_EQ(count(s, MT_UPDATE, u), count(s, MT_OFFLOAD, u) > 0);
-    for (int64_t i = ahead(s, 0, MT_UPDATE, s->n ? s->steps[s->n - 1].unit : 0); i < s->n; i++)
-        CHECK_EQ(s->steps[i].kind, MT_UPDATE);
-    for (int64_t i = 0; i < s->n; i++) {
-        int64_t first = ahead(s, 0, MT_COMPUTE, s->steps[i].unit);
-        if (s->steps[i].kind != MT_UPDATE)
             continue;
-        CHECK(first > last || first == s->n);
-        last = first;
+        }
+        for (int j = 0; j < p->n_slots; j++)
+            CHECK(holds[j] != e->unit);
+        check_fetch(p, s, i, holds[e->slot]);
+        holds[e->slot] = e->unit;
     }
 }
 
@@ -399,7 +326,6 @@ TEST(rules_hold_for_random_traces)
         REQUIRE(s != NULL);
         check_follows_trace(&p, s);
         check_slots(&p, s);
-        check_updates(&p, s);
         check_fetched_once_where_all_fit(&p, s);
         if (atomic_load(&check_failures) != 0)
             fprintf(stderr, "  seed %llu\n", (unsigned long long)seed);
@@ -416,11 +342,11 @@ static int64_t fewest_fetches(const problem *p)
 
     memset(holds, -1, sizeof holds);
     for (int64_t i = 0; i < p->n; i++) {
-        int     unit = p->trace[i].unit, best = -1;
+        int     unit = p->trace[i], best = -1;
         int64_t best_at = -1;
         for (int j = 0; j < n_slots && best_at != INT64_MAX; j++) {
             int64_t at = i;
-            while (holds[j] >= 0 && at < p->n && p->trace[at].unit != holds[j])
+            while (holds[j] >= 0 && at < p->n && p->trace[at] != holds[j])
                 at++;
             at = holds[j] == unit ? INT64_MAX : holds[j] < 0 ? p->n + 1 : at;
             if (at > best_at) {
@@ -449,7 +375,7 @@ TEST(forward_and_backward_fetch_no_more_than_the_optimum)
             for (int i = 0; i < slots; i++)
                 p.slot_bytes[i] = 8;
             for (int i = 0; i < units; i++)
-                p.trace[i] = p.trace[2 * units - 1 - i] = (mt_mark){ MT_COMPUTE, i };
+                p.trace[i] = p.trace[2 * units - 1 - i] = i;
             REQUIRE_OK(mt_schedule_build(p.trace, p.n, p.unit_bytes, units, p.slot_bytes, slots,
                                       &s));
             for (int u = 0; u < units; u++)
@@ -465,13 +391,13 @@ TEST(long_traces_are_quick)
 {
     enum { N = 1000000, LONG_UNITS = 1000 };
     FREED size_t *bytes = calloc(LONG_UNITS, sizeof *bytes);
-    FREED mt_mark *trace = malloc(N * sizeof *trace);
+    FREED int    *trace = malloc(N * sizeof *trace);
     const size_t slots[8] = { 8, 8, 8, 8, 8, 8, 8, 8 };
     mt_schedule *s = NULL;
 
     REQUIRE(bytes != NULL && trace != NULL);
     for (int i = 0; i < N; i++)
-        trace[i] = (mt_mark){ MT_COMPUTE, i % LONG_UNITS };
+        trace[i] = i % LONG_UNITS;
     CHECK_OK(mt_schedule_build(trace, N, bytes, LONG_UNITS, slots, 8, &s));
     mt_schedule_free(s);
 }

@@ -1,4 +1,4 @@
-/* test_spill.c — the executable form of core/spill.h, through swap.h: a toy's forwards and
+/* test_spill.c — the executable form of core/swap.h, with a file: a toy's forwards and
  * backwards, whose windows keep two tensors in a file. */
 #include "dev_fault.h"
 #include "keeping.h"

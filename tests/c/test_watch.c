@@ -89,10 +89,8 @@ static void waited_close(waited *a)
 
 #define WAITED(w, ...) CLOSED_BY(waited_close) waited w; waited_open(&w, __VA_ARGS__)
 
-static int look(void *arg)
+static int look(waited *a)
 {
-    waited *a = arg;
-
     if (a->moves)
         mt_watch_moved(&a->w);
     return ++a->looks >= a->enough;
@@ -100,7 +98,7 @@ static int look(void *arg)
 
 static mt_status wait_for_looks(waited *a)
 {
-    return mt_watch_until(&a->w, &a->c, &a->mu, look, a, "layers.0", "its gradients");
+    return MT_UNTIL(&a->w, &a->c, &a->mu, look(a), "layers.0", "its gradients");
 }
 
 TEST(a_wait_is_stuck_when_nothing_moved_for_the_limit)
@@ -281,8 +279,8 @@ static int look_and_move_late(void *arg)
 TEST(compute_that_goes_on_slowly_is_waited_for)
 {
     COMPUTING(c);
-    CHECK_OK(mt_watch_until(&c.a.w, &c.a.c, &c.a.mu, look_and_move_late, &c, "layers.0",
-                            "its gradients"));
+    CHECK_OK(MT_UNTIL(&c.a.w, &c.a.c, &c.a.mu, look_and_move_late(&c), "layers.0",
+                      "its gradients"));
     CHECK(atomic_load(&warned) >= 1);
 }
 
@@ -634,13 +632,13 @@ TEST(a_thread_that_asks_ends_its_waits_and_no_others)
     CHECK_OK(t.dev->ops->record(q, e));
     CHECK(mt_watch_asks(somebody) == NULL);
     atomic_store(&answer, 1);
-    CHECK_EQ(mt_watch_until(mt_store_watch(t.store), &c, &mu, takes_it, &took, NULL, "nothing"),
+    CHECK_EQ(MT_UNTIL(mt_store_watch(t.store), &c, &mu, takes_it(&took), NULL, "nothing"),
              MT_EINTR);
     CHECK_EQ(took, 0);
     CHECK_EQ(mt_watch_event(mt_store_watch(t.store), e, "layers.0", "an event"), MT_EINTR);
     CHECK_EQ(atomic_load(&questions), 2);
     atomic_store(&answer, 0);
-    CHECK_OK(mt_watch_until(mt_store_watch(t.store), &c, &mu, takes_it, &took, NULL, "nothing"));
+    CHECK_OK(MT_UNTIL(mt_store_watch(t.store), &c, &mu, takes_it(&took), NULL, "nothing"));
     CHECK_EQ(took, 1);
     CHECK(mt_watch_asks(NULL) == somebody);
     CHECK_OK(mt_watch_asked(&last));

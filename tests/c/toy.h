@@ -193,15 +193,16 @@ static const mt_offload_kernels toy_kernels = { toy_sumsq, toy_accumulate, toy_a
 /* A job as the updater hands it to a home, which ends it. */
 static inline mt_update *update_of(const mt_update_job *j, float clip)
 {
-    mt_update *u = calloc(1, sizeof *u);
-    int       *params = calloc((size_t)j->n_params + 1, sizeof *params);
+    size_t     bytes = (size_t)j->n_params * sizeof *j->params;
+    mt_update *u = calloc(1, sizeof *u + bytes);
 
-    if (u == NULL || params == NULL)
+    if (u == NULL)
         abort();
-    if (j->n_params > 0)
-        memcpy(params, j->params, (size_t)j->n_params * sizeof *params);
-    *u = (mt_update){ .j = *j, .clip = clip };
-    u->j.params = params;
+    if (bytes > 0)
+        memcpy(u->params, j->params, bytes);
+    u->j = *j;
+    u->j.params = u->params;
+    u->clip = clip;
     return u;
 }
 

@@ -29,7 +29,7 @@ from megatrain_torch.fused.templates.attention import Attention
 from megatrain_torch.graph.hf_calls import Sight
 from megatrain_torch.model.stream import runtime_of
 
-# MT_EDGE_* of csrc/core/debug.h, and the pace at which each is needed (run_edges.py).
+# MT_EDGE_* of csrc/core/context.h, and the pace at which each is needed (run_edges.py).
 COMPUTE_SLOW = dict(compute_us=4000, delay_us=50)
 COPIES_SLOW = dict(compute_us=0, delay_us=500)
 NEEDED = {"computed": (1 << 16, COMPUTE_SLOW), "left": (1 << 17, COPIES_SLOW), "room": (1 << 18, COMPUTE_SLOW),
