@@ -9,7 +9,7 @@
  *
  * In a share each rank has the unit's weights in a slot of its own and updates the portion that it
  * owns; of the other planes it has that portion alone. The ferry (ferry.h) brings weights between
- * ranks and to the share. Readers of other planes ask each rank for its portion (asks.c).
+ * ranks and to the share. Readers of other planes ask each rank for its portion (peers.c).
  *
  *     mt_resident_open(&cx, &r);
  *     mt_resident_settle(r, unit, mem);               // nothing of the unit is under way
