@@ -71,6 +71,8 @@ def test_files_by_another_name_are_what_they_hold(tmp_path: Path, capsys: pytest
     for name in ("a.jsonl", "a.JSONL", "a.ndjson", "a.json"):
         assert [trained for _, trained in read(tmp_path / name, line * 2)] == [["b<end>"]] * 2, name
     assert read(tmp_path / "b.jsonl", "\ufeff" + line) == [("ab<end>", ["b<end>"])]
+    assert read(tmp_path / "b.jsonl", "\ufeff\n" + line) == [("ab<end>", ["b<end>"])]
+    assert "left out" not in capsys.readouterr().out
     read(tmp_path / "a.txt", line)
     assert "a.txt is trained as it stands, as a text; if its lines are records, name it .jsonl" in capsys.readouterr().out
 

@@ -79,8 +79,9 @@ def _whole(path: Path) -> Iterator[Record]:
 def _lines(path: Path) -> Iterator[Record | MegatrainError]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
+            line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
-                yield _record(line.removeprefix(codecs.BOM_UTF8), f"{path}:{number}")
+                yield _record(line, f"{path}:{number}")
 
 
 def _array(path: Path) -> Iterator[Record | MegatrainError]:
@@ -148,10 +149,11 @@ def _loaded(name: str, where: str, **kw: Any) -> Iterator[Record]:
     """What `datasets` reads, streamed: nothing of it goes into its cache."""
     try:
         import datasets
-        yield from datasets.load_dataset(name, streaming=True, **kw)
     except ImportError:
         raise MegatrainError(f"{where}: parquet, and data on the hub, need pip install datasets") from None
-    except (OSError, ValueError) as why:
+    try:
+        yield from datasets.load_dataset(name, streaming=True, **kw)
+    except (ImportError, OSError, ValueError) as why:    # the first: of what a set's own files need
         raise MegatrainError(f"{where}: {why}") from None
 
 
