@@ -71,11 +71,18 @@ def test_files_by_another_name_are_what_they_hold(tmp_path: Path, capsys: pytest
     for name in ("a.jsonl", "a.JSONL", "a.ndjson", "a.json"):
         assert [trained for _, trained in read(tmp_path / name, line * 2)] == [["b<end>"]] * 2, name
     assert read(tmp_path / "b.jsonl", "\ufeff" + line) == [("ab<end>", ["b<end>"])]
+    assert read(tmp_path / "b.jsonl", "\ufeff\n" + line) == [("ab<end>", ["b<end>"])]
+    assert "left out" not in capsys.readouterr().out
     read(tmp_path / "a.txt", line)
     assert "a.txt is trained as it stands, as a text; if its lines are records, name it .jsonl" in capsys.readouterr().out
 
 
 # ---- instructions and questions ----
+
+def test_what_is_asked_of_a_preference_is_a_text() -> None:
+    with pytest.raises(MegatrainError, match="a record: instruction is a list: a text is needed"):
+        records.with_prompt({"instruction": ["a"], "chosen": "b", "rejected": "c"}, True, "a record")
+
 
 ALPACA = {"instruction": "Add.", "input": "1 2", "output": "3"}
 
@@ -114,7 +121,8 @@ def test_a_system_message_and_turns_before_are_told_too(tmp_path: Path) -> None:
     ({"prompt": "a", "input": "x", "output": "b"}, "has 'input' beside prompt"),
     ({"instruction": "a", "output": 3}, "output is a int: a text is needed"),
     ({"instruction": "a", "output": None}, "output is null"), ({"instruction": "a"}, "no messages, prompt or text"),
-    ({"question": ["a"], "answer": "b"}, "question is a list"),
+    ({"question": ["a"], "answer": "b"}, "question is a list"), ({"question": 0, "answer": "b"}, "question is a int"),
+    ({"instruction": "a", "input": [], "output": "b"}, "input is a list"),
     ({"instruction": "a", "output": "b", "history": "c"}, "history must be a list of pairs")], ids=str)
 def test_a_record_that_asks_what_cannot_be_told_is_refused(tmp_path: Path, record: dict[str, Any], words: str) -> None:
     for tokenizer in (bytes_tokenizer(), chatty()):

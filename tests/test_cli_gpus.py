@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,7 +24,7 @@ from megatrain_torch import MegatrainError, cli
 from megatrain_torch.commands import launch, verbs
 from megatrain_torch.commands.loop import Filled
 from megatrain_torch.commands.rows import Rows, collate
-from megatrain_torch.commands.settings import Settings, for_data, for_gpus, for_machine
+from megatrain_torch.commands.settings import Settings, for_data, for_gpus, for_machine, in_flags
 
 STEPS = 14
 SETTINGS = ("--device", "cpu", "--seq", "32", "--tokens", "256", "--steps", STEPS, "--lr", "1e-3", "--save-every", "100",
@@ -203,7 +204,8 @@ def test_another_launcher_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: py
     (0, "no room", [1, 0, 0], [0, "no room"]), (1, None, [1, 0, 0], None),
     (1, "no room", [0, 1, 0], [1, "no room"]), (0, None, [0, 1, 0], None),
     (0, "not the same", [1, 1, 1], [0, "not the same"]), (2, "not the same", [1, 1, 1], None),
-    (2, "no room", None, [2, "no room"]), (0, None, None, None)], ids=str)
+    (2, "no room", None, [2, "no room"]),
+    (0, None, None, [0, "another process is gone"])], ids=str)
 def test_the_first_that_fails_says_why_and_no_other(rank: int, own: str | None, failed: list[int] | None,
                                                     said: list[Any] | None, monkeypatch: pytest.MonkeyPatch,
                                                     tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,17 +217,39 @@ def test_the_first_that_fails_says_why_and_no_other(rank: int, own: str | None, 
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     (tmp_path / "told").touch()
-    monkeypatch.setenv(launch.LAUNCHER, "1")
+    monkeypatch.setenv(launch.LAUNCHER, str(os.getppid()))
     monkeypatch.setenv(launch.TOLD, str(tmp_path / "told"))
     monkeypatch.setenv("RANK", str(rank))
-    with pytest.raises(MegatrainError) as why, launch.Team(3, rank).as_one():
+    with pytest.raises(MegatrainError) as why, in_flags("seq"), launch.Team(3, rank).as_one():
         if own is not None:
             raise MegatrainError(own)
     launch.complain(why.value, str(why.value))
     assert [json.loads(line) for line in (tmp_path / "told").read_text().splitlines()] == [said] * (said is not None)
-    (tmp_path / "told").unlink()                             # as the launcher is gone
+    monkeypatch.setenv(launch.LAUNCHER, "1")                 # as the launcher was killed
     launch.complain(why.value, str(why.value))
     assert capsys.readouterr().err == (f"megatrain: {said[1]}\n" if said else "")
+    monkeypatch.setenv(launch.LAUNCHER, str(os.getppid()))
+    (tmp_path / "told").unlink()                             # as it ended
+    launch.complain(why.value, str(why.value))
+    assert capsys.readouterr().err == (f"megatrain: {said[1]}\n" if said else "")
+
+
+def test_the_port_on_which_processes_meet_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first process has it from the launcher, whatever is opened on this machine until it is there."""
+    class Process:
+        pid = returncode = 0
+        poll = kill = wait = staticmethod(lambda: 0)
+
+        def __init__(self, *_: Any, env: dict[str, str], pass_fds: tuple[int, ...], **__: Any) -> None:
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", int(env["MASTER_PORT"])))
+            if env["RANK"] == "0":
+                assert pass_fds == (int(env[launch.MEET]),)
+                with socket.socket(fileno=os.dup(pass_fds[0])) as listens:
+                    assert listens.getsockname()[1] == int(env["MASTER_PORT"])
+
+    monkeypatch.setattr(launch.subprocess, "Popen", Process)
+    assert launch.launch(["doctor"], 2) == 0
 
 
 @pytest.mark.parametrize("told, words", [

@@ -293,6 +293,20 @@ def test_a_lock_that_was_removed_meanwhile_is_taken_anew(run: Path, monkeypatch:
         Owned(run).lock()
 
 
+def test_a_file_system_that_counts_no_links_has_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of users' own (FUSE) say 0 of all files; of NFS a file that is removed while it is open has one still."""
+    fstat, asked = os.fstat, []
+
+    def uncounted(fd: int) -> os.stat_result:
+        asked.append(fd)
+        assert len(asked) < 9, "it asks for ever"
+        return os.stat_result(0 if i == 3 else n for i, n in enumerate(fstat(fd)[:10]))
+
+    monkeypatch.setattr(os, "fstat", uncounted)
+    with Owned(tmp_path).locked():
+        assert (tmp_path / LOCK).is_file()
+
+
 # ---- signals, and words without a terminal ----
 
 @pytest.mark.parametrize("number, status, step", [

@@ -216,7 +216,8 @@ def test_plans_count_what_is_not_kept_and_refuse_what_needs_it() -> None:
     least = mt.plan(small(8), grads="none", **asked, host=tight.host_bytes - 1)
     assert least.lent == 1 and "1 buffer for gradients" in str(least)
     assert "2 buffers for gradients" in str(tight) and "buffers for gradients" not in str(none)
-    for wrong, says in (({"grads": "gone"}, "grads='gone'"), ({"grads": "none", "micro": 2}, "one micro-batch")):
+    for wrong, says in (({"grads": "gone"}, "grads='gone'"), ({"grads": None}, "grads=None: use 'ram', 'none'"),
+                        ({"grads": "none", "micro": 2}, "one micro-batch")):
         with pytest.raises(mt.MegatrainError, match=says):
             mt.plan(small(), **asked | wrong)
     with pytest.raises(mt.MegatrainError, match="grads='disk'"):

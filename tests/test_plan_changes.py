@@ -63,6 +63,13 @@ def test_changes_that_fit_only_together_are_found() -> None:
     assert all(len(way.changes) <= changes.TOGETHER for way in why.ways)
 
 
+def test_a_way_is_told_once() -> None:
+    """Gradients that are kept nowhere take the number of micro-batches with them, which is a change by itself too."""
+    ways = [way.changes for way in refused(small(12), **TIGHT, micro=2).ways]
+    assert {"states": "8bit", "grads": "none", "micro": None} in ways
+    assert all(ways.count(way) == 1 for way in ways)
+
+
 def test_a_harsher_change_is_told_only_where_it_pays() -> None:
     """8 bits with a master fit and are as fast: that 8 bits without one fit too helps nobody."""
     ways = [way.changes for way in tight().ways]

@@ -108,7 +108,10 @@ class Owned:
                 path.unlink(missing_ok=True)
                 say(f"{self.run}: this file system has no locks ({why.strerror}); no second run may write there")
                 break
-            if os.fstat(fd).st_nlink:
+            same = False
+            with contextlib.suppress(FileNotFoundError):         # links are not counted alike by all file systems
+                same = os.path.samestat(os.fstat(fd), os.stat(path))
+            if same:
                 self._lock = fd
                 # A forked child, a DataLoader's worker say, must not keep the lock when this process is gone.
                 os.register_at_fork(after_in_child=self._leave)

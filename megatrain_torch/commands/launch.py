@@ -30,10 +30,12 @@ from torch import distributed as dist
 from megatrain_torch import MegatrainError
 
 T = TypeVar("T")
-LAUNCHER, TOLD = "MEGATRAIN_LAUNCHER", "MEGATRAIN_TOLD"          # who started this one; a file of why processes end
+# Who started this one; a file of why processes end; the first one's socket, on which its store listens.
+LAUNCHER, TOLD, MEET = "MEGATRAIN_LAUNCHER", "MEGATRAIN_TOLD", "MEGATRAIN_MEET"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 GRACE_S = 30.0                       # in which the others end by themselves, once one has failed
 PATIENCE = timedelta(days=3)         # the first one may read much data, and write to a slow disk
+MEETING = timedelta(minutes=10)      # in which all have come to the store
 
 
 class Heard(MegatrainError):
@@ -65,11 +67,12 @@ def complain(why: BaseException, text: str) -> None:
     """Says why the command ends, or tells who started this process."""
     if isinstance(why, Heard):
         return
-    with contextlib.suppress(KeyError, FileNotFoundError):       # nobody did, or it is gone
-        fd = os.open(os.environ[TOLD], os.O_WRONLY | os.O_APPEND)
-        os.write(fd, json.dumps([_rank(), text]).encode() + b"\n")
-        os.close(fd)
-        return
+    if joins() and os.getppid() == int(os.environ[LAUNCHER]):    # killed, it leaves the file, and nobody reads it
+        with contextlib.suppress(FileNotFoundError):
+            fd = os.open(os.environ[TOLD], os.O_WRONLY | os.O_APPEND)
+            os.write(fd, json.dumps([_rank(), text]).encode() + b"\n")
+            os.close(fd)
+            return
     sys.stderr.write(f"megatrain: {text}\n")
 
 
@@ -88,7 +91,7 @@ class Team:
             if self.size > 1:
                 tell(found, *how, self._group)
         except RuntimeError:                             # of gloo: a connection was closed
-            raise Heard("another process is gone") from None
+            raise MegatrainError("another process is gone") from None     # said, unless it has said why
         return found
 
     @contextlib.contextmanager
@@ -130,9 +133,12 @@ def team_of(device: str) -> Iterator[Team]:
         return
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    rank, size = _rank(), int(os.environ["WORLD_SIZE"])
     # They meet by a store of the first one's, which outlives who started them: so a last checkpoint is written.
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    yield Team(dist.get_world_size(), _rank(), dist.new_group(backend="gloo", timeout=PATIENCE))
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, rank == 0, MEETING,
+                          master_listen_fd=None if rank else int(os.environ[MEET]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=size)
+    yield Team(size, rank, dist.new_group(backend="gloo", timeout=PATIENCE))
     dist.destroy_process_group()         # where it failed, another may wait in it for what does not come
 
 
@@ -155,19 +161,20 @@ def launch(words: Sequence[str], gpus: int) -> int:
     deadline, interrupts, told = math.inf, 0, tempfile.NamedTemporaryFile("r")
     failed = (0, 0)                      # code and rank of the first that did not end well
     threads = max(1, (len(os.sched_getaffinity(0)) - 1) // gpus)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    meet = socket.create_server(("127.0.0.1", 0))        # the first one inherits it: so its port stays theirs
     # What torchrun sets, for those who look there; modules are looked for where this process finds them.
     env = {"OMP_NUM_THREADS": str(threads), **os.environ, LAUNCHER: str(os.getpid()), TOLD: told.name,
-           "WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-           "TORCHELASTIC_USE_AGENT_STORE": "", "PYTHONSAFEPATH": "1",
+           "WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(gpus), "MASTER_ADDR": "127.0.0.1",
+           "MASTER_PORT": str(meet.getsockname()[1]), MEET: str(meet.fileno()), "PYTHONSAFEPATH": "1",
            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     quiet = {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
     # In sessions of their own: a terminal's Ctrl-C comes to this process alone, which passes it on once.
     processes = [subprocess.Popen([sys.executable, "-m", __package__.partition(".")[0], *words],
                                   stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL if rank else None,
                                   env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | (quiet if rank else {}),
-                                  start_new_session=True) for rank in range(gpus)]
+                                  pass_fds=() if rank else (meet.fileno(),), start_new_session=True)
+                 for rank in range(gpus)]
+    meet.close()
 
     def pass_on(number: int, _: object) -> None:
         nonlocal deadline, interrupts

@@ -79,8 +79,9 @@ def _whole(path: Path) -> Iterator[Record]:
 def _lines(path: Path) -> Iterator[Record | MegatrainError]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
+            line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
-                yield _record(line.removeprefix(codecs.BOM_UTF8), f"{path}:{number}")
+                yield _record(line, f"{path}:{number}")
 
 
 def _array(path: Path) -> Iterator[Record | MegatrainError]:
@@ -148,10 +149,11 @@ def _loaded(name: str, where: str, **kw: Any) -> Iterator[Record]:
     """What `datasets` reads, streamed: nothing of it goes into its cache."""
     try:
         import datasets
-        yield from datasets.load_dataset(name, streaming=True, **kw)
     except ImportError:
         raise MegatrainError(f"{where}: parquet, and data on the hub, need pip install datasets") from None
-    except (OSError, ValueError) as why:
+    try:
+        yield from datasets.load_dataset(name, streaming=True, **kw)
+    except (ImportError, OSError, ValueError) as why:    # the first: of what a set's own files need
         raise MegatrainError(f"{where}: {why}") from None
 
 
@@ -186,11 +188,7 @@ def as_asked(record: Record, chat: bool, where: str) -> Record:
     answer = next((name for name in (FIRST.get(asked[0] if asked else ""), *ANSWERED) if name in record), None)
     if not asked or answer is None:
         return record
-    for name in (*asked, *beside, answer, *SYSTEM):
-        if not isinstance(record.get(name) or "", str):
-            raise MegatrainError(f"{where}: {name} is a {type(record[name]).__name__}: a text is needed")
-    if record[answer] is None:
-        raise MegatrainError(f"{where}: {answer} is null: a text is needed")
+    _check_text(record, answer, where)
     return _told(record, asked, beside, record[answer], chat, where)
 
 
@@ -214,8 +212,16 @@ def _asking(record: Record) -> tuple[Record, list[str], list[str]]:
     return record, *([n for n in names if record.get(n) not in (None, "")] for names in (ASKED, BESIDE))
 
 
+def _check_text(record: Record, name: str, where: str) -> None:
+    if not isinstance(value := record[name], str):
+        kind = "null" if value is None else f"a {type(value).__name__}"
+        raise MegatrainError(f"{where}: {name} is {kind}: a text is needed")
+
+
 def _told(record: Record, asked: list[str], beside: list[str], answer: str, chat: bool, where: str) -> Record:
     """Prompt and completion: messages where there is a chat template, else Alpaca's prompt or `Question: ...`."""
+    for name in (*asked, *beside, *(n for n in SYSTEM if record.get(n) is not None)):
+        _check_text(record, name, where)
     system, words, about = ("\n\n".join(record[name] for name in names if record.get(name))
                             for names in (SYSTEM, asked, beside))
     turns = record.get("history") or []                  # before: pairs of what was asked and answered, oldest first

@@ -464,7 +464,7 @@ def in_flags(*names: str, gpus: int = 1) -> Iterator[None]:
     try:
         yield
     except MegatrainError as why:
-        raise MegatrainError(Flags(names, gpus).told(why)) from None
+        raise type(why)(Flags(names, gpus).told(why)) from None      # of a failure elsewhere it stays one
 
 
 SIZES = ("vram", "host")

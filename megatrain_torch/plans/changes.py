@@ -226,10 +226,14 @@ class _Search:
         grads = {"grads": "none"} | ({"micro": None} if w.micro not in (None, 1) else {})
         groups = [[{"states": s} for s in self.smaller], [grads] * self.keeps, [{"nvme": ENDLESS}],
                   *([{name: None}] for name in ASKED if getattr(w, name) is not None)]
+        found: list[dict[str, Any]] = []
         for n in range(1, TOGETHER + 1):
             for some in itertools.combinations(groups, n):
                 for parts in itertools.product(*some):
-                    yield {name: value for part in parts for name, value in part.items()}
+                    changes = {name: value for part in parts for name, value in part.items()}
+                    if changes not in found:                 # gradients have micro=None with them
+                        found.append(changes)
+                        yield changes
 
     def fewer(self, changes: dict[str, Any]) -> dict[str, Any] | None:
         """The most tokens of a step that fit besides, where not all of its sequences can be micro-batches."""

@@ -258,7 +258,7 @@ def _check_words(tokens: int, seq: int, micro: int | None, slots: int | None, me
     for name, known in (("compute", ("auto", "fused", "eager")), ("homes", HOMES), ("activations", MODES),
                         ("grads", GRADS)):
         for value in words[name].values() if isinstance(words[name], dict) else (words[name],):
-            if value is not None and value not in known:
+            if (value is not None or name == "grads") and value not in known:
                 raise MegatrainError(f"{name}={value!r}: use {', '.join(map(repr, known))}")
     if words["grads"] == "none" and micro not in (None, 1):
         raise MegatrainError("grads='none': gradients that are kept nowhere are used at once: one micro-batch")

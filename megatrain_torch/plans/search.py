@@ -424,7 +424,7 @@ class Problem:
     # ---- the search ----
 
     def best(self, than: float = math.inf) -> tuple[Choice, Timing] | None:
-        """The choice of least time, the first of equals; None: nothing fits, or takes less than so many seconds."""
+        """The choice of least time, the first of equals; None: nothing fits and takes less than so many seconds."""
         found = _core.search_best(self.arrays, than, self.most)
         if found is None:
             return None
