@@ -68,7 +68,7 @@ def test_units_that_step_does_not_ask_for_stay_until_it_does() -> None:
 
 
 def test_states_leave_after_an_update_in_backward_whichever_unit_is_the_first_handed_over() -> None:
-    model, opt = trained("arrive", clip=None, in_backward=True, steps=3)
+    model, _opt = trained("arrive", clip=None, in_backward=True, steps=3)
     assert lifted(model) == {0, 1, 2, 3}
     mt.model.stream.runtime_of(model).drain()
     model(grads_for(model, 5))

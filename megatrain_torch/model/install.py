@@ -245,8 +245,8 @@ def _check_tree(rt: Runtime) -> None:
 
 
 def _put_later(rt: Runtime, root: nn.Module) -> Iterator[tuple[str, nn.Parameter, bool]]:
-    """Parameters that were not there when the model was streamed: name, and whether it may never be there, in a streamed
-    one's place or as another model's."""
+    """Parameters that were not there when the model was streamed: name, and whether it may never be there, in the place
+    of a streamed one or as another model's."""
     for prefix, m in root.named_modules():
         records = m._parameters.records if isinstance(m._parameters, BoundParameters) else {}
         for name, p in m._parameters.items():
