@@ -67,6 +67,14 @@ def test_units_that_step_does_not_ask_for_stay_until_it_does() -> None:
     assert lifted(model) == set()
 
 
+def test_states_leave_after_an_update_in_backward_whichever_unit_is_the_first_handed_over() -> None:
+    model, _opt = trained("arrive", clip=None, in_backward=True, steps=3)
+    assert lifted(model) == {0, 1, 2, 3}
+    mt.model.stream.runtime_of(model).drain()
+    model(grads_for(model, 5))
+    assert lifted(model) == set()
+
+
 def test_only_named_units_arrive_and_their_states_cross_once_each_way() -> None:
     model, opt = trained({"layers.3": "arrive"}, steps=3)
     rt = mt.model.stream.runtime_of(model)

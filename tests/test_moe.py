@@ -330,6 +330,28 @@ def test_a_router_is_what_its_code_says() -> None:
     assert not fusing.settings_of(FAMILIES["qwen3_moe"])[2][0].sigmoid and fusing.settings_of(FAMILIES["gpt_oss"])[2][2]
 
 
+def test_a_routers_fp32_weights_in_a_bf16_layer_make_its_logits_fp32() -> None:
+    def build() -> nn.Module:
+        model = FAMILIES["glm4_moe"]().bfloat16()
+        for name, p in model.named_parameters():
+            if name.endswith("gate.weight"):
+                p.data = p.data.float()
+        return model
+
+    assert fusing.settings_of(build)[2][0].wide
+
+
+def test_buffers_and_groups_that_a_softmax_router_does_not_use_choose_no_experts() -> None:
+    def build() -> nn.Module:
+        model = FAMILIES["qwen3_moe"]()
+        for layer in model.model.layers:
+            layer.mlp.register_buffer("counts", torch.tensor([9.0, 0.0, 0.0, 0.0]))
+            layer.mlp.gate.num_group, layer.mlp.gate.topk_group = 2, 1
+        return model
+
+    fusing.same_as_plain(build, padded, "replay", steps=1)
+
+
 # ---------------------------------------------------------------- uses
 
 FROZEN = {

@@ -188,3 +188,17 @@ def test_an_adapter_that_does_not_train_may_come_later_and_one_that_does_is_refu
     model.set_adapter("ref")
     with pytest.raises(mt.MegatrainError, match=r"lora_A.ref.weight' was put into the model after mt.stream"):
         hf_loss(model, text(0))
+
+
+def test_what_was_put_in_later_is_refused_no_more_once_it_is_out_and_what_another_model_streams_always() -> None:
+    model, other = (mt.stream(zoo.Chain(nn.Linear(8, 8), nn.Linear(8, 8)), "cpu") for _ in range(2))
+    model.late = nn.Linear(8, 8).requires_grad_(False)
+    want = model(torch.ones(2, 8))
+    model.late.requires_grad_(True)
+    with pytest.raises(mt.MegatrainError, match=r"'late.weight' was put into the model after mt.stream"):
+        model(torch.ones(2, 8))
+    del model.late
+    assert torch.equal(want, model(torch.ones(2, 8)))
+    model.other = other.requires_grad_(False)
+    with pytest.raises(mt.MegatrainError, match=r"'other.layers.0.weight' was put into the model after mt.stream"):
+        model(torch.ones(2, 8))

@@ -328,6 +328,19 @@ def test_forwards_that_are_dropped_do_not_add_up() -> None:
     assert loop.planning.plan.tokens // loop.planning.plan.micro == 32
 
 
+def test_a_step_in_a_backward_moves_nothing() -> None:
+    plans, calls = object.__new__(planning.Planning), []
+    plans._seen = planning.Seen()
+    plans._looks, plans.runtime = planning.Looks(), SimpleNamespace(homes=SimpleNamespace(on_disk=[]))
+    plans._looks.steps, plans._compare_homes = 1000, lambda: calls.append(True)
+    x = torch.ones(1, requires_grad=True)
+    x.register_post_accumulate_grad_hook(lambda _: plans.stepped())
+    x.sum().backward()
+    assert not calls
+    plans.stepped()
+    assert calls
+
+
 def test_nothing_moves_under_a_graph() -> None:
     """Two forwards, one backward: they are planned for, together, when both are gone."""
     loop = Loop(mt.stream(model(), "cpu", vram=VRAM))

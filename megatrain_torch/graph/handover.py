@@ -190,12 +190,12 @@ class HandOver:
     def _send(self, by_unit: dict[int, list[tuple[Record, Tensor]]]) -> None:
         exchange = self.runtime.exchange
         for unit, pairs in by_unit.items():
+            if self.runtime.homes.arrivals.units:      # of several processes too, whose gradients come home later; and
+                self.runtime.homes.arrivals.handed(unit)         # before an update in backward, which ends a stay
             if exchange is None:
                 self._send_unit(unit, pairs)
             else:
                 exchange.offer(unit, [(r, self.conform(r, grad)) for r, grad in pairs])
-            if self.runtime.homes.arrivals.units:      # of several processes too, whose gradients come home later
-                self.runtime.homes.arrivals.handed(unit)
 
     def _send_unit(self, unit: int, pairs: list[tuple[Record, Tensor]]) -> None:
         items, sources = [], []

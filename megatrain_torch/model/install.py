@@ -222,14 +222,17 @@ def _check_tree(rt: Runtime) -> None:
     root = rt.root()
     if root is None:                             # a part of it is all that is left
         return
-    if rt.tree_changed:
+
+    def refused() -> list[str]:
+        return [name for name, p, never in rt.put_later if never or (p.requires_grad and torch.is_grad_enabled())]
+
+    if rt.tree_changed or refused():             # what was put in may have been taken out again
         rt.put_later = list(_put_later(rt, root))
-    for name, p, replaces in rt.put_later:
-        if replaces or (p.requires_grad and torch.is_grad_enabled()):
-            raise MegatrainError(f"parameter {name!r} was put into the model after mt.stream: "
-                                 "change the model first (get_peft_model, load_adapter, new heads), then stream "
-                                 "it; SFTTrainer(peft_config=...) changes it too late: make the trainer first "
-                                 "there (mt.stream_trainer)")
+    for name in refused():
+        raise MegatrainError(f"parameter {name!r} was put into the model after mt.stream: "
+                             "change the model first (get_peft_model, load_adapter, new heads), then stream "
+                             "it; SFTTrainer(peft_config=...) changes it too late: make the trainer first "
+                             "there (mt.stream_trainer)")
     if not rt.tree_changed:
         return
     for _, p, _ in rt.put_later:
@@ -242,15 +245,16 @@ def _check_tree(rt: Runtime) -> None:
 
 
 def _put_later(rt: Runtime, root: nn.Module) -> Iterator[tuple[str, nn.Parameter, bool]]:
-    """Parameters that were not there when the model was streamed: name, and whether it is in a streamed one's place."""
+    """Parameters that were not there when the model was streamed: name, and whether it may never be there, in the place
+    of a streamed one or as another model's."""
     for prefix, m in root.named_modules():
         records = m._parameters.records if isinstance(m._parameters, BoundParameters) else {}
         for name, p in m._parameters.items():
             # What functional_call has put in the places of parameters is no parameter of the model's.
             if p is None or (type(records.get(name)) is Given and not isinstance(p, nn.Parameter)):
                 continue
-            if getattr(p, "_mt", None) is None or p._mt.runtime is not rt:
-                yield f"{prefix}.{name}".lstrip("."), p, name in records
+            if (other := getattr(p, "_mt", None)) is None or other.runtime is not rt:
+                yield f"{prefix}.{name}".lstrip("."), p, name in records or other is not None
 
 
 # ---- transformers: PreTrainedModel.device says where to put inputs (generate, Trainer): the compute device ----

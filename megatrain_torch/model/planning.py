@@ -31,7 +31,7 @@ from ..group.waits import calling
 from ..plans.machine import Machine, resolve
 from ..plans.planner import Plan, own_code, plan
 from ..plans.tally import PLANES_OF
-from ..store.state import paused
+from ..store.state import in_backward, paused
 from .choices import Limits
 from .moving import keep, move
 from .passes import SHORTER, WORTH, Lengths, Looks, Pass, Seen, batch_of, pass_of, seconds_of
@@ -92,7 +92,7 @@ class Planning:
     def stepped(self) -> None:
         self._seen.stepped()
         self._looks.steps += 1
-        if self._looks.due() and not self.runtime.homes.on_disk:
+        if self._looks.due() and not self.runtime.homes.on_disk and in_backward() == -1:     # a hook may step
             with calling("an optimizer's step"):
                 self._compare_homes()
 

@@ -234,7 +234,7 @@ class AdamW(torch.optim.Optimizer):
         self._check_served()
         self._adopt()
         with contextlib.ExitStack() as doors:            # a thread that evaluates sees weights of one step
-            for rt in self._served:
+            for rt in sorted(self._served, key=lambda rt: rt.records[0].pid):    # in one order in all threads
                 doors.enter_context(rt.door.held(in_backward()))
             return self._step(closure)
 

@@ -160,10 +160,11 @@ SINKS = with_sinks, with_sinks_behind
 
 # ---- routers: (b [T, H], weight [E, H], bias [E] or None) -> [T, E]; (choice [T, E], ...) -> as choice --
 
-def router_logits(b: Tensor, weight: Tensor, bias: Tensor | None, wide: bool, cast: bool) -> Tensor:
+def router_logits(b: Tensor, weight: Tensor, bias: Tensor | None, wide: bool) -> Tensor:
+    """wide: in fp32, which fp32 weights of a router make of a 16-bit layer's input too, as some families have them."""
     if wide:
         b, weight, bias = b.float(), weight.float(), None if bias is None else bias.float()
-    return F.linear(b.to(weight.dtype) if cast else b, weight, bias)
+    return F.linear(b, weight, bias)
 
 
 def of_groups(choice: Tensor, experts: int, groups: int, best: int) -> Tensor:

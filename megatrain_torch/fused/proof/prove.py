@@ -164,11 +164,11 @@ def _sizes(graph: Graph) -> dict[Any, Any]:
 
 
 def _pinned(guard: Any) -> Any:
-    """The symbol of which the guard says what it is, but for the remainder of a division; else None."""
+    """The symbol of which the guard says what it is, but for whether it is odd; else None."""
     parts = [*sympy.preorder_traversal(guard)]
     symbols = [p for p in parts if p.is_Symbol]
-    plain = all(p.is_Symbol or p.is_Integer or type(p).__name__ in ("Add", "Mul", "FloorDiv", "CleanDiv")
-                for p in parts[1:])
+    plain = all(p.is_Symbol or p.is_Integer or type(p).__name__ in ("Add", "Mul", "CleanDiv")
+                or (type(p).__name__ == "FloorDiv" and p.args[1] == 2) for p in parts[1:])
     return symbols[0] if isinstance(guard, sympy.Eq) and len(symbols) == 1 and plain else None
 
 
@@ -421,8 +421,7 @@ class LayerProof:
         before it is, too."""
         r, choose = self.mlp.router, partial(self.session.choose, "its router")
         weight, bias = self.w[r.weight], self.w[r.bias] if r.bias else None
-        (wide, _), logits = choose(((wide, cast), lambda wide=wide, cast=cast: forms.router_logits(
-            b, weight, bias, wide, cast)) for wide in (False, True) for cast in (False, True))
+        wide, logits = choose((n, lambda n=n: forms.router_logits(b, weight, bias, n)) for n in (True, False))
         kind, found = choose((
             ("sigmoid", lambda: logits.float().sigmoid()),
             ("softmax", lambda: F.softmax(logits.float(), dim=-1)),

@@ -86,6 +86,8 @@ class Router:
         return torch.promote_types(b.dtype, torch.float32) if self.facts.wide else b.dtype
 
     def _choice(self, logits: Tensor, correction: Tensor | None) -> Tensor:
+        if not self.facts.sigmoid:               # the largest, whatever buffer or groups the module has for others
+            return torch.topk(logits, self.top_k, -1).indices
         scores, grouped = logits, self.best < self.groups
         if correction is not None or grouped:
             scores = self._scores(logits) if correction is None else self._scores(logits) + correction
