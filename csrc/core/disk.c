@@ -369,8 +369,7 @@ static void ahead_of_updates(mt_disk *d)
            find(d, UPDATES, IN_USE, d->next_unit, d->next_piece) == NULL &&
            !is_under_way(d, d->next_unit, d->next_piece, 0) &&
            (b = find(d, UPDATES, IS(FREE), -1, -1)) != NULL) {
-        put(b, d->units[d->next_unit].lay, d->next_piece, ALL_SECTIONS, 0,
-                    READY);
+        put(b, d->units[d->next_unit].lay, d->next_piece, ALL_SECTIONS, 0, READY);
         step_on(d);
     }
 }

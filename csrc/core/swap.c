@@ -353,7 +353,7 @@ static void forget(mt_swap *w, bundle *k)
 /* A caller needs it no more, or is in no call of it any more. */
 static void no_longer(mt_swap *w, bundle *k, int needed, int users)
 {
-    int in_file = k->tier == MT_SWAP_FILE;
+    int in_file = k->tier == MT_SWAP_FILE && w->file != NULL;    /* else there is no worker */
 
     k->needed &= ~needed;
     k->users -= users;
@@ -889,6 +889,7 @@ mt_status mt_swap_disk(mt_swap *w, mt_blocks *file, int n_bays)
     if (n_bays < 2)
         return MT_FAIL(MT_EINVAL, "spill: %d bays; 2 are the least: one moves to the device, one "
                        "to the file", n_bays);
+    w->worker = (mt_worker){ 0 };        /* one that got no thread was closed, and stays stopped */
     MT_DO(mt_worker_open(&w->worker, &w->mu, 1, "mt-spill", "swap disk", wait_for_device, w));
     w->n_bays = n_bays;
     w->file = file;

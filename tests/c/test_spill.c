@@ -460,6 +460,27 @@ TEST(without_a_file_a_bundle_is_refused)
     toy_close(&s.t);
 }
 
+/* With a default stack that is nowhere to be had no thread begins. */
+TEST(a_file_that_got_no_thread_may_be_tried_again)
+{
+    pthread_attr_t before, vast;
+    uint64_t       bundle;
+
+    SCENE(s, 1, 0, 0, 0);
+    mt_swap_close(s.w);
+    REQUIRE_OK(mt_swap_open(&s.t.cx, &s.w));
+    REQUIRE(pthread_getattr_default_np(&before) == 0 && pthread_getattr_default_np(&vast) == 0);
+    REQUIRE(pthread_attr_setstacksize(&vast, (size_t)1 << 48) == 0);
+    REQUIRE(pthread_setattr_default_np(&vast) == 0);
+    CHECK_FAILS(mt_swap_disk(s.w, mt_file_blocks(s.file), BAYS), MT_ENOMEM, "ask for fewer");
+    REQUIRE(pthread_setattr_default_np(&before) == 0);
+    CHECK_EQ(leave(&s, 0, 0, &bundle), MT_ESTATE);
+    REQUIRE_OK(mt_swap_disk(s.w, mt_file_blocks(s.file), BAYS));
+    CHECK_OK(leave(&s, 0, 0, &bundle));
+    CHECK_OK(come(&s, 0, bundle));
+    look(&s, 0, 0, bundle);
+}
+
 TEST(a_file_that_may_not_grow_is_told_with_its_bytes)
 {
     static scene s;

@@ -348,6 +348,7 @@ STORE_TEST(numbers_that_do_not_exist_are_refused)
     int u = add("mixed", mixed, MIXED);
     CHECK_EQ(mt_store_at(store, u + 1, 0, MT_PLANE_HI, &p), MT_EINVAL);
     CHECK_SAYS("there is no unit 1; the store has 1");
+    CHECK_EQ(mt_portion_byte(store, u + 1, (mt_bound){ 1, 8 }), 0);
     CHECK_EQ(mt_store_at(store, u, MIXED, MT_PLANE_HI, &p), MT_EINVAL);
     CHECK_SAYS("unit mixed has no parameter 6");
     CHECK_EQ(mt_store_at(store, u, 0, MT_PLANE_COUNT, &p), MT_EINVAL);
