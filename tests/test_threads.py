@@ -1,6 +1,7 @@
 """Two threads in one model: one waits for the other, a while, and is refused by name; what is right stays right."""
 from __future__ import annotations
 
+import _thread
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -212,4 +213,18 @@ def test_a_gradient_inside_of_a_forward_by_autograds_own_thread() -> None:
     out.register_hook(lambda _: seen.append(in_thread(lambda: way_in.enter(7))))
     out.backward()
     assert seen == [False], "it waits for the other, which goes in with it"
+    way_in.leave()
+
+
+def test_a_step_in_autograds_own_thread_goes_with_the_thread_that_waits_for_it() -> None:
+    """As in a callback at the end of a backward on CUDA, which is told of no backward."""
+    way_in, over = runtime_of(made()[1]).door, threading.Event()
+
+    def step() -> None:
+        with way_in.held(-1):
+            over.set()
+
+    assert way_in.enter(-1)
+    _thread.start_new_thread(step, ())                   # not of Python's threading, as autograd's
+    assert over.wait(10)
     way_in.leave()

@@ -87,8 +87,9 @@ class Door:
 
     @contextlib.contextmanager
     def held(self, task: int) -> Iterator[None]:
-        """No other thread's forward begins meanwhile. task: of the backward that this is in, -1: none."""
-        takes = self.enter(task)
+        """No other thread's forward begins meanwhile. task: of the backward that this is in, -1: none. A thread that
+        Python did not start is autograd's, at the end of a backward: it goes with the one that waits for it."""
+        takes = not isinstance(threading.current_thread(), threading._DummyThread) and self.enter(task)
         try:
             yield
         finally:
