@@ -50,7 +50,7 @@ def turns(*axes: Sequence[Any]) -> list[Any]:
 
 
 MANY_SLOTS = 64
-EDGES = {"ready": 1, "freed": 2, "grad": 4, "landed": 8, "updated": 16}      # MT_EDGE_* of csrc/core/stream.h
+EDGES = {"ready": 1, "freed": 2, "grad": 4, "landed": 8, "updated": 16}      # MT_EDGE_* of csrc/core/context.h
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 `mt.stream(model, nvme="/scratch")` keeps masters and moments of units at home on "disk" in one scratch file there, and
 weights of those at home on "disk+weights" (csrc/core/disk.h), and what windows with "+disk" keep in another
-(csrc/core/spill.h); the files go with the model, or with the process, or, after a crash, with the next run.
+(csrc/core/swap.h); the files go with the model, or with the process, or, after a crash, with the next run.
 """
 from __future__ import annotations
 
