@@ -166,7 +166,7 @@ class Pieces:
     while the other is sent. On CUDA all of it is put in a stream, and nothing waits here."""
 
     def __init__(self, device: torch.device, hears: bool = False) -> None:
-        """In the thread that uses it. hears: they come, so nothing that is sent may stand behind them (Control.way)."""
+        """In the thread that uses it. hears: bytes come; their stream has high priority (Control.way says why)."""
         self._device, self._stream = device, None
         if device.type == "cuda":
             torch.cuda.set_device(device)

@@ -78,13 +78,13 @@ class Control:
         return group
 
     def way(self, sender: int, hearer: int, device: torch.device) -> Any:
-        """A group of these two, the sender first: on CUDA NCCL's, whose communicator is made here, else gloo's. Who has
-        to do with several pairs makes theirs in the order of pairs."""
+        """A group of these two, the sender first: NCCL's on CUDA, else gloo's. Several are made in the order of pairs."""
         store, place = dist.PrefixStore(f"way/{sender}-{hearer}", self._store), (sender, hearer).index(self._rank)
         if device.type != "cuda":
             return dist.ProcessGroupGloo(store, place, 2, self.patience)
-        # A kernel that waits for bytes must not stand in front of those that send ours: streams share few hardware
-        # queues, and the other rank's stand alike. Queues are not shared between priorities.
+        # A receive waits on the GPU for the peer's send. If both our streams share one of the few hardware queues, our
+        # send waits behind our receive, and so does the peer's: neither ends. Streams of another priority should have
+        # queues of their own, which CUDA does not promise and nobody has measured here yet.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=bool(place))
         options._timeout, options.global_ranks_in_group = self.patience, [sender, hearer]
         options.config.max_ctas = _CTAS

@@ -228,8 +228,8 @@ def _check_tree(rt: Runtime) -> None:
 
     if rt.tree_changed or refused():             # what was put in may have been taken out again
         rt.put_later = list(_put_later(rt, root))
-    for name in refused():
-        raise MegatrainError(f"parameter {name!r} was put into the model after mt.stream: "
+    if names := refused():
+        raise MegatrainError(f"parameter {names[0]!r} was put into the model after mt.stream: "
                              "change the model first (get_peft_model, load_adapter, new heads), then stream "
                              "it; SFTTrainer(peft_config=...) changes it too late: make the trainer first "
                              "there (mt.stream_trainer)")

@@ -10,6 +10,19 @@
 
 typedef struct kind { mt_dtype w, g; mt_states states; } kind;
 
+static const kind kinds[] = {
+    { MT_F32, MT_F32, MT_STATES_FP32 },       { MT_BF16, MT_BF16, MT_STATES_FP32 },
+    { MT_BF16, MT_F32, MT_STATES_FP32 },      { MT_F16, MT_F16, MT_STATES_FP32 },
+    { MT_F16, MT_F32, MT_STATES_FP32 },
+    { MT_F32, MT_F32, MT_STATES_8BIT },       { MT_F32, MT_F32, MT_STATES_8BIT_SR },
+    { MT_BF16, MT_BF16, MT_STATES_8BIT },     { MT_BF16, MT_F32, MT_STATES_8BIT },
+    { MT_BF16, MT_BF16, MT_STATES_8BIT_LO8 }, { MT_BF16, MT_F32, MT_STATES_8BIT_LO8 },
+    { MT_BF16, MT_BF16, MT_STATES_8BIT_SR },  { MT_BF16, MT_F32, MT_STATES_8BIT_SR },
+    { MT_F16, MT_F16, MT_STATES_8BIT_LO8 },   { MT_F16, MT_F32, MT_STATES_8BIT },
+};
+#define KINDS COUNT(kinds)
+#define FULL  5              /* the first have fp32 states */
+
 static int skew;             /* elements left out before each plane: vectors lie across theirs */
 
 static float random_in(float low, float high)

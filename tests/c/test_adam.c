@@ -7,18 +7,6 @@
 #include "tensors.h"
 #include <xmmintrin.h>
 
-static const kind kinds[] = {
-    { MT_F32, MT_F32, MT_STATES_FP32 },       { MT_BF16, MT_BF16, MT_STATES_FP32 },
-    { MT_BF16, MT_F32, MT_STATES_FP32 },      { MT_F16, MT_F16, MT_STATES_FP32 },
-    { MT_F16, MT_F32, MT_STATES_FP32 },
-    { MT_F32, MT_F32, MT_STATES_8BIT },       { MT_F32, MT_F32, MT_STATES_8BIT_SR },
-    { MT_BF16, MT_BF16, MT_STATES_8BIT },     { MT_BF16, MT_F32, MT_STATES_8BIT },
-    { MT_BF16, MT_BF16, MT_STATES_8BIT_LO8 }, { MT_BF16, MT_F32, MT_STATES_8BIT_LO8 },
-    { MT_BF16, MT_BF16, MT_STATES_8BIT_SR },  { MT_BF16, MT_F32, MT_STATES_8BIT_SR },
-    { MT_F16, MT_F16, MT_STATES_8BIT_LO8 },   { MT_F16, MT_F32, MT_STATES_8BIT },
-};
-#define KINDS COUNT(kinds)
-#define FULL  5              /* the first have fp32 states */
 #define EACH  (UNDER_TSAN ? 4 : 1)       /* of them: its threads are the same for all */
 
 /* ---- the same bits ---- */

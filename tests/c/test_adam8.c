@@ -14,14 +14,7 @@ static double random_normal(void)
     return (sum - 2) * sqrt(3);
 }
 
-static const kind kinds[] = {
-    { MT_F32, MT_F32, MT_STATES_8BIT }, { MT_F32, MT_F32, MT_STATES_8BIT_SR },
-    { MT_BF16, MT_BF16, MT_STATES_8BIT }, { MT_BF16, MT_F32, MT_STATES_8BIT },
-    { MT_BF16, MT_BF16, MT_STATES_8BIT_LO8 }, { MT_BF16, MT_F32, MT_STATES_8BIT_LO8 },
-    { MT_BF16, MT_BF16, MT_STATES_8BIT_SR }, { MT_BF16, MT_F32, MT_STATES_8BIT_SR },
-    { MT_F16, MT_F16, MT_STATES_8BIT_LO8 }, { MT_F16, MT_F32, MT_STATES_8BIT },
-};
-#define KINDS COUNT(kinds)
+static const kind *const small = kinds + FULL;       /* of 8-bit states */
 
 static void step(const mt_adam_tensor *t, mt_isa isa)
 {
@@ -34,8 +27,8 @@ static void step(const mt_adam_tensor *t, mt_isa isa)
  * where its master is fp32. */
 TEST(the_first_step_is_that_of_fp32_states)
 {
-    for (int k = 0; k < KINDS; k++) {
-        kind of = kinds[k];
+    for (int k = 0; k < KINDS - FULL; k++) {
+        kind of = small[k];
 
         if (of.w == MT_BF16 && of.states != MT_STATES_8BIT)
             continue;
@@ -75,7 +68,7 @@ TEST(codes_lie_beside_the_truth)
     float          m0[N], v0[N], m1[N], v1[N];
 
     random_state = 10;
-    TENSOR t = tensor_new(kinds[0], N);
+    TENSOR t = tensor_new(small[0], N);
     for (t.hyper.step = 1; t.hyper.step <= 12; t.hyper.step++) {
         double limit = 1.75 * (1 - pow(0.9, (double)t.hyper.step)) /
                        sqrt(1 - pow(0.999, (double)t.hyper.step));
@@ -146,7 +139,7 @@ static track tracked(int what, double spread)
     static double m[N], v[N], size[N], ratio[N];
     static float  m8[N], v8[N];
     track          w = { 0 };
-    TENSOR t = tensor_new(kinds[0], N);
+    TENSOR t = tensor_new(small[0], N);
     mt_adam_hyper *h = &t.hyper;
     int            n = 0;
 
@@ -216,7 +209,7 @@ TEST(a_gradient_that_vanishes_is_forgotten)
     float          m[N], v[N];
 
     random_state = 50;
-    TENSOR t = tensor_new(kinds[0], N);
+    TENSOR t = tensor_new(small[0], N);
     for (t.hyper.step = 1; t.hyper.step <= 600; t.hyper.step++) {
         for (int i = 0; i < N; i++)        /* odd elements go on: the group's scale stays */
             set_grad(&t, i, t.hyper.step > 100 && i % 2 == 0 ? 0.0f : (float)random_normal());
@@ -239,7 +232,7 @@ TEST(rounding_is_unbiased)
 
     for (int k = 0; k < 2; k++) {
         random_state = 60;
-        TENSOR t = tensor_new(kinds[which[k]], N);
+        TENSOR t = tensor_new(small[which[k]], N);
         double unit = k == 0 ? 0x1p-15 : 0x1p-7;         /* what can be said from 1.0 upwards */
         double sum = 0, truth = 1 + 0.3 * unit;
 
@@ -283,7 +276,7 @@ TEST(moments_are_rounded_without_bias)
     int            n = 0;
 
     random_state = 61;
-    TENSOR t = tensor_new(kinds[0], N);
+    TENSOR t = tensor_new(small[0], N);
     for (int i = 0; i < N; i++)                          /* the first of a group is its largest */
         set_grad(&t, i, i % GROUP == 0 ? 1.0f : -0.3f);
     step(&t, mt_isa_best());
@@ -319,7 +312,7 @@ static int64_t other_draws(const mt_adam_tensor *t, uint64_t key, int64_t first,
 TEST(draws_depend_on_key_element_and_step_alone)
 {
     random_state = 62;
-    TENSOR t = tensor_new(kinds[6], 4096);
+    TENSOR t = tensor_new(small[6], 4096);
 
     fill_grad(&t);
     CHECK_EQ(other_draws(&t, t.key, 0, 1), 0);
@@ -330,7 +323,7 @@ TEST(draws_depend_on_key_element_and_step_alone)
 
     /* Decay alone, which no step's number enters: weights between two values, and nothing else that
      * could differ. Two draws of such a weight are apart a third of the time. */
-    t = tensor_new(kinds[6], 4096);
+    t = tensor_new(small[6], 4096);
     t.hyper.weight_decay = 100;
     CHECK_EQ(other_draws(&t, t.key, 0, 1), 0);
     for (int64_t number = 2; number <= 1 << 20; number *= 32)
@@ -340,9 +333,9 @@ TEST(draws_depend_on_key_element_and_step_alone)
 /* What can be said is not changed: no walk of weights that have no gradient. */
 TEST(a_weight_without_gradient_stays)
 {
-    for (int k = 0; k < KINDS; k++) {
+    for (int k = 0; k < KINDS - FULL; k++) {
         random_state = 63;
-        TENSOR t = tensor_new(kinds[k], 300);
+        TENSOR t = tensor_new(small[k], 300);
         TENSOR was = tensor_twin(&t);
 
         t.hyper.weight_decay = 0;
@@ -356,7 +349,7 @@ TEST(a_weight_without_gradient_stays)
 TEST(huge_gradients_make_no_large_update)
 {
     random_state = 14;
-    TENSOR t = tensor_new(kinds[0], 300);
+    TENSOR t = tensor_new(small[0], 300);
 
     t.hyper.lr = 1;
     t.hyper.weight_decay = 0;
@@ -380,12 +373,12 @@ TEST(codes_survive_fp32)
     float m[N], v[N], m2[N], v2[N];
 
     random_state = 70;
-    TENSOR t = tensor_new(kinds[2], N);
+    TENSOR t = tensor_new(small[2], N);
     for (t.hyper.step = 1; t.hyper.step <= 30; t.hyper.step++) {
         fill_grad(&t);
         step(&t, mt_isa_best());
     }
-    TENSOR back = tensor_new(kinds[2], N);
+    TENSOR back = tensor_new(small[2], N);
     mt_codes_get(&t.codes, m, v, N);
     mt_codes_set(m, v, &back.codes, N);
     mt_codes_get(&back.codes, m2, v2, N);
