@@ -149,14 +149,15 @@ def error(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
     return float((b - a).norm() / max(float(a.norm()), floor, 1e-30))
 
 
-def grads_agree(truth: dict[str, Tensor | None], found: dict[str, Tensor | None], limit: float = TOLERANCE) -> None:
+def grads_agree(truth: dict[str, Tensor | None], found: dict[str, Tensor | None], limit: float = TOLERANCE,
+                floor: float = FLOOR) -> None:
     assert set(truth) == set(found)
     largest = max([float(t.double().norm()) for t in truth.values() if t is not None], default=0.0)
     for name, t in truth.items():
         f = found[name]
         assert (t is None) == (f is None), f"{name}: plain {'has no' if t is None else 'has a'} gradient"
         if t is not None:
-            off = error(t, f, FLOOR * largest)
+            off = error(t, f, floor * largest)
             assert off <= limit, f"gradient of {name} is off by {off:.1e}, more than {limit:.0e}"
 
 

@@ -78,7 +78,7 @@ class Control:
         return group
 
     def way(self, sender: int, hearer: int, device: torch.device) -> Any:
-        """A group of these two, the sender first: NCCL's on CUDA, else gloo's. Several are made in the order of pairs."""
+        """A group of these two, the sender first: NCCL's on CUDA, else gloo's. Several are made in order of pairs."""
         store, place = dist.PrefixStore(f"way/{sender}-{hearer}", self._store), (sender, hearer).index(self._rank)
         if device.type != "cuda":
             return dist.ProcessGroupGloo(store, place, 2, self.patience)
