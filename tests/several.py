@@ -124,24 +124,33 @@ def apart(rank: int, group: Any, machines: int, what: str, *args: Any) -> Any:
         del os.environ["GROUP_RANK"]
 
 
-def pieces(rank: int, group: Any, device: str = "cpu") -> list[bool]:
-    """Of bytes that go to each of two ranks from the other, at the same time, whether they are there."""
+def pieces(rank: int, group: Any, device: str = "cpu", many: int = 2) -> list[bool]:
+    """Of bytes that go to each of two ranks from the other, at the same time, whether they are there when that is told.
+    many: pieces of the last ones."""
     from megatrain_torch.group.control import Control
     where = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     control, between.PIECE = Control(group), 1000
     ways = [control.way(*pair, where) for pair in ((0, 1), (1, 0))]
     given = [[torch.randint(256, (n,), dtype=torch.uint8, generator=torch.Generator().manual_seed(10 * r + n))
-              for n in (1, 999, 1000, 5001, 2000)] for r in range(2)]
-    found = [torch.zeros_like(t) for t in given[1 - rank]]
-    sends, hears = between.Pieces(where), between.Pieces(where, hears=True)
-    thread = threading.Thread(target=lambda: [sends.send(t, [ways[rank]]) for t in given[rank]])
+              for n in (1, 999, 1000, 5001, 2000, many * 1000)] for r in range(2)]
+    found, come = [torch.zeros_like(t) for t in given[1 - rank]], []
+
+    def send() -> None:
+        sends = between.Pieces(where)
+        for t in given[rank]:
+            sends.send(t, [ways[rank]])
+        sends.land()
+
+    thread = threading.Thread(target=send)
     thread.start()
-    hears.receive(found[:3], ways[1 - rank])
-    hears.receive(found[3:], ways[1 - rank])
-    thread.join()
-    sends.land()
+    hears = between.Pieces(where)
+    for n, t in enumerate(found):
+        hears.receive(t, ways[1 - rank])
+        hears.behind(lambda n=n: come.append((n, torch.equal(found[n], given[1 - rank][n]))))
     hears.land()
-    return [torch.equal(a, b) for a, b in zip(found, given[1 - rank])]
+    thread.join()
+    assert [n for n, _ in come] == list(range(len(found)))
+    return [whole for _, whole in come]
 
 
 # ---- training ------------------------------------------------------------------------------------

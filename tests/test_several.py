@@ -275,7 +275,7 @@ def test_threads_are_beside_their_gpu_where_nodes_have_equally_many(
 
 
 def test_bytes_that_go_in_pieces_are_whole_where_they_come(pool: Pool) -> None:
-    assert pool.call("several:pieces", 2) == [[True] * 5] * 2
+    assert pool.call("several:pieces", 2) == [[True] * 6] * 2
 
 
 def test_each_machine_has_the_first_ones_model(pool: Pool) -> None:

@@ -7,18 +7,20 @@ through device memory: NCCL's on CUDA, gloo's on the CPU device.
 
 A sender waits for nothing but the network, and a hearer for nothing else, so neither waits for the other's. NCCL runs
 what a group is given one after the other, so each direction of a pair has a group of its own. A piece is received as
-soon as it is sent, whatever else the two processes do: the hearer was told of it before.
+soon as it is sent, whatever else the two processes do: the hearer was told of it before, and no thread holds the
+driver's lock while it waits for a piece (Pieces).
 """
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -27,10 +29,12 @@ from torch import Tensor
 from .. import _core
 from .ranks import Ranks
 
-PIECE = 32 << 20             # bytes that are sent at once; of them each direction has BUFFERS on the device
-BUFFERS = 2
+PIECE = 32 << 20             # bytes that are sent at once; of them each direction has BUFFERS on the device: one is
+BUFFERS = 3                  # filled, one sent or received, one emptied
 SMALL = 64 << 10             # bytes of a parcel that go over gloo, as notes do
 _LOOK_MS = 1000              # until a sender that has nothing to tell looks again
+_NAP_S = 50e-6               # between two looks at pieces, each of which takes a millisecond
+_GONE_S = 30.0               # in which it is known that a rank is gone of which bytes do not come
 _NEVER = timedelta(days=30)  # a rank may have nothing to say for as long as its process lives
 _MOST = 32                   # parcels that go at once: Python's threads take turns, which may last longer than the way
 _NONE = bytes(255 for _ in range(_core.PARCEL_BYTES))        # no parcel; where none is, nothing more will come
@@ -113,25 +117,22 @@ class Line:
                 self._group.send([_head([])], rank, 0).wait(_NEVER)
 
     def hear(self, rank: int) -> None:
-        """What is here is told by another thread: while bytes come, the end of the rank's process is still heard."""
-        come: SimpleQueue[tuple[list[bytes], Any] | None] = SimpleQueue()
+        """Large bytes are received by another thread: meanwhile the end of the rank's process is still heard."""
+        told: SimpleQueue[tuple[bytes, Any] | None] = SimpleQueue()
         gone = threading.Event()
-        tells = _begun(lambda: self._come(rank, come, gone), f"mt-came-{rank}")
-        pieces = Pieces(self._device, hears=True)
+        comes = _begun(lambda: self._come(rank, told, gone), f"mt-comes-{rank}")
         try:
             while parcels := self._parcels(rank):
-                places = [p for p in (_core.relay_place(self._relay, rank, parcel) for parcel in parcels)
-                          if p is not None]
-                self._receive(rank, [torch.from_numpy(p) for p in places if p.nbytes <= SMALL])
-                large = [torch.from_numpy(p) for p in places if p.nbytes > SMALL]
-                come.put((parcels, pieces.receive(large, self._into[rank]) if large else None))
+                places = [_core.relay_place(self._relay, rank, parcel) for parcel in parcels]
+                self._receive(rank, [torch.from_numpy(p) for p in places if p is not None and p.nbytes <= SMALL])
+                for pair in zip(parcels, places):
+                    told.put(pair)
         except RuntimeError:
             gone.set()
             _core.relay_gone(self._relay, rank)      # from that on NCCL's kernels do not wait for it (Ranks.give_up)
-        come.put(None)
-        tells.join()
+        told.put(None)
+        comes.join()
         self._end(self._machines[rank])
-        _finish(pieces, [self._into[rank]])
 
     def _parcels(self, rank: int) -> list[bytes]:
         """The next that go at once; []: nothing more will come."""
@@ -141,16 +142,23 @@ class Line:
         parcels = [every[at:at + _core.PARCEL_BYTES] for at in range(0, len(every), _core.PARCEL_BYTES)]
         return parcels[:parcels.index(_NONE)] if _NONE in parcels else parcels
 
-    def _come(self, rank: int, come: SimpleQueue[Any], gone: threading.Event) -> None:
-        while (found := come.get()) is not None:
-            parcels, event = found
-            if event is not None:
-                event.synchronize()
-            self._delay()
-            if gone.is_set():                        # the bytes may be anything
-                return
-            for parcel in parcels:
-                _core.relay_come(self._relay, rank, parcel)
+    def _come(self, rank: int, told: SimpleQueue[Any], gone: threading.Event) -> None:
+        pieces, way = Pieces(self._device, gone), self._into[rank]
+        try:
+            while (pair := _taken(told, pieces)) is not None:
+                parcel, place = pair
+                if place is not None and place.nbytes > SMALL:
+                    pieces.receive(torch.from_numpy(place), way)
+                pieces.behind(lambda parcel=parcel: self._has_come(rank, parcel))
+            pieces.land()
+        except RuntimeError:
+            if not gone.wait(_GONE_S):
+                raise
+        _finish(pieces, [way])
+
+    def _has_come(self, rank: int, parcel: bytes) -> None:
+        self._delay()
+        _core.relay_come(self._relay, rank, parcel)
 
     def _receive(self, rank: int, into: list[Tensor]) -> None:
         for work in [self._group.recv([t], rank, 0) for t in into]:
@@ -161,62 +169,111 @@ class Line:
             time.sleep(random.random() * self._delay_us * 1e-6)
 
 
-class Pieces:
-    """Bytes of host memory that go to other ranks, or come from one, by way of two buffers on the device: one is filled
-    while the other is sent. On CUDA all of it is put in a stream, and nothing waits here."""
+@dataclasses.dataclass
+class Piece:
+    """On its way. What is put behind others has neither bytes nor works."""
 
-    def __init__(self, device: torch.device, hears: bool = False) -> None:
-        """In the thread that uses it. hears: bytes come; their stream has high priority (Control.way says why)."""
-        self._device, self._stream = device, None
+    buffer: Tensor | None
+    works: list[Any]
+    place: Tensor | None = None              # where bytes that are received go
+    landed: torch.cuda.Event | None = None   # behind the copy into place
+    act: Callable[[], None] | None = None
+
+    def is_over(self) -> bool:
+        return not self.works and (self.landed is None or self.landed.query())
+
+
+class Pieces:
+    """Bytes of host memory that go to other ranks, or come from one, by way of a few buffers on the device.
+
+    A command that follows a send or a receive is queued when that is over: the host looks. Streams share hardware
+    queues of some thousand commands. Where those behind a receive fill one, whoever queues another command waits inside
+    the driver, with its lock, for a process that may wait for this one in the same way.
+    """
+
+    def __init__(self, device: torch.device, gone: threading.Event | None = None) -> None:
+        """In the thread that uses it. gone: nothing more will come, so who waits gets a RuntimeError."""
+        self._device, self._gone, self._stream = device, gone, None
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            self._stream = torch.cuda.Stream(device, priority=-int(hears))
-        self._spare: list[Tensor] = []
-        self._busy: deque[tuple[Tensor, list[Any], Tensor | None]] = deque()     # buffer, works, where its bytes go
+            self._stream = torch.cuda.Stream(device, priority=-1)    # NCCL's streams have that too (Control.way)
+        self._spare = [torch.empty(PIECE, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+        self._busy: deque[Piece] = deque()
 
     def send(self, host: Tensor, groups: Sequence[Any]) -> None:
-        with self._entered():
-            for piece in host.split(PIECE):
-                buffer = self._buffer()
+        """Returns when the last pieces are on their way."""
+        for piece in host.split(PIECE):
+            buffer = self._buffer()
+            with self._entered():
                 part = buffer[:len(piece)].copy_(piece, non_blocking=True)
-                self._busy.append((buffer, [group.send([part], 1, 0) for group in groups], None))
+                self._busy.append(Piece(buffer, [group.send([part], 1, 0) for group in groups]))
 
-    def receive(self, places: Sequence[Tensor], group: Any) -> Any:
-        """An event behind it; None: it is over."""
-        with self._entered():
-            for piece in (piece for place in places for piece in place.split(PIECE)):
-                buffer = self._buffer()
-                self._busy.append((buffer, [group.recv([buffer[:len(piece)]], 0, 0)], piece))
-            while self._busy:
-                self._spare.append(self._next())
-            return None if self._stream is None else self._stream.record_event()
+    def receive(self, place: Tensor, group: Any) -> None:
+        """Returns when the last pieces are on their way."""
+        for piece in place.split(PIECE):
+            buffer = self._buffer()
+            with self._entered():
+                self._busy.append(Piece(buffer, [group.recv([buffer[:len(piece)]], 0, 0)], piece))
 
-    def _buffer(self) -> Tensor:
-        if self._spare:
-            return self._spare.pop()
-        if len(self._busy) < BUFFERS:
-            return torch.empty(PIECE, dtype=torch.uint8, device=self._device)
-        return self._next()
-
-    def _next(self) -> Tensor:
-        """The buffer that was put first, when it may be another piece's."""
-        buffer, works, place = self._busy.popleft()
-        for work in works:
-            work.wait()
-        if place is not None:
-            place.copy_(buffer[:len(place)], non_blocking=True)
-        return buffer
+    def behind(self, act: Callable[[], None]) -> None:
+        """act is called when all that was put before is over."""
+        self._busy.append(Piece(None, [], act=act))
 
     def land(self) -> None:
         """Waits: all is over."""
-        with self._entered():
-            while self._busy:
-                self._next()
+        while self.step():
+            self.nap()
+
+    def step(self) -> bool:
+        """Takes each piece as far as it can go by now. False: nothing is on its way."""
+        for piece in self._busy:
+            if piece.works and all(map(self._has_ended, piece.works)):
+                piece.works = []
+                if piece.place is not None and piece.buffer is not None:
+                    with self._entered():
+                        piece.place.copy_(piece.buffer[:len(piece.place)], non_blocking=True)
+                        piece.landed = None if self._stream is None else self._stream.record_event()
+        while self._busy and self._busy[0].is_over():
+            piece = self._busy.popleft()
+            if piece.buffer is not None:
+                self._spare.append(piece.buffer)
+            self._go_on()                # behind the look at works: those of who is gone end with any bytes
+            if piece.act is not None:
+                piece.act()
+        return bool(self._busy)
+
+    def _has_ended(self, work: Any) -> bool:
         if self._stream is not None:
-            self._stream.synchronize()
+            return work.is_completed()
+        work.wait()                          # gloo's is not seen to end but by who waits
+        return True
+
+    def _buffer(self) -> Tensor:
+        self.step()
+        while not self._spare:
+            self.nap()
+            self.step()
+        return self._spare.pop()
+
+    def _go_on(self) -> None:
+        if self._gone is not None and self._gone.is_set():
+            raise RuntimeError("nothing more will come")
+
+    def nap(self) -> None:
+        self._go_on()
+        time.sleep(_NAP_S)
 
     def _entered(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def _taken(told: SimpleQueue[Any], pieces: Pieces) -> Any:
+    """The next that was told; until then pieces go on."""
+    while pieces.step():
+        with suppress(Empty):
+            return told.get_nowait()
+        pieces.nap()
+    return told.get()
 
 
 def _finish(pieces: Pieces, groups: Iterable[Any]) -> None:

