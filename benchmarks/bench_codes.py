@@ -5,8 +5,10 @@
     python benchmarks/bench_codes.py --model gpt-oss-120b --layers 6 --tokens 32768 --vram 100GiB --experts 16
     python benchmarks/bench_codes.py --model deepseek-v3 --layers 3 --tokens 16384 --vram 60GiB --experts 8
     python benchmarks/bench_codes.py --model deepseek-v3 --tiny --device cpu
+    torchrun --nproc-per-node 2 benchmarks/bench_codes.py --model llama-70b --tokens 16384 --vram 24GiB   # a GPU each
 
-MXFP4 for gpt-oss, block-fp8 for the others; adapters of rank 16 on attention. One JSON line on stdout, plan and
+MXFP4 for gpt-oss, NF4 for llama, block-fp8 for the others; adapters of rank 16 on attention, of llama on all products.
+Tokens are those of each process, and a plan's and the median are of all. One JSON line on stdout, plan and
 progress on stderr. "seconds": the median of all steps but the first two. Host memory holds
 all codes while they are made.
 """
@@ -17,10 +19,11 @@ import argparse
 import statistics
 from typing import Any
 
+import bench_loop as loop
 import torch
 from common import GIB, Clock, add_device_argument, emit, fill_cheaply, say
 from peft import LoraConfig, get_peft_model
-from transformers import DeepseekV3Config, GptOssConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import DeepseekV3Config, GptOssConfig, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 import megatrain_torch as mt
 from megatrain_torch.base.codes import Coded
@@ -29,8 +32,11 @@ from megatrain_torch.plans.shapes import shaped
 # transformers' defaults are gpt-oss-120b's and DeepSeek-V3's own.
 QWEN3_235B = dict(hidden_size=4096, moe_intermediate_size=1536, num_attention_heads=64, num_key_value_heads=4)
 QWEN3_235B |= dict(head_dim=128, num_experts=128, num_experts_per_tok=8, num_hidden_layers=94, vocab_size=151936)
+LLAMA_70B = dict(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8)
+LLAMA_70B |= dict(num_hidden_layers=80, vocab_size=128256)
 QKV, LATENT = ["q_proj", "k_proj", "v_proj"], ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
 MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], str, list[str]]] = {
+    "llama-70b": (LlamaConfig, LLAMA_70B, "nf4", [*QKV, "gate_proj", "up_proj", "down_proj"]),
     "gpt-oss-120b": (GptOssConfig, {"num_local_experts": 128, "num_hidden_layers": 36}, "mxfp4", QKV),
     "qwen3-235b": (Qwen3MoeConfig, QWEN3_235B, "fp8", QKV),
     "deepseek-v3": (DeepseekV3Config, {"first_k_dense_replace": 3}, "fp8", LATENT),
@@ -93,13 +99,39 @@ def filled(p: torch.Tensor, seed: int) -> torch.nn.Parameter:
     return torch.nn.Parameter(made, requires_grad=False)
 
 
+def four_bits(old: torch.nn.Linear, filled_here: bool) -> torch.nn.Module:
+    """bitsandbytes' layer in place of one on the meta device, as its quantizer leaves it with double quantisation."""
+    from bitsandbytes.functional import QuantState, create_dynamic_map, get_4bit_type
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    rows, columns = old.weight.shape
+    blocks, where = rows * columns // 64, None if filled_here else "meta"
+    codes = torch.empty(rows * columns // 2, 1, dtype=torch.uint8, device="meta")
+    absmax = torch.full((blocks,), 128, dtype=torch.uint8, device=where)
+    nested = QuantState(absmax=torch.full((-(-blocks // 256),), 0.05, device=where), code=create_dynamic_map().to(where),
+                        blocksize=256, dtype=torch.float32)
+    state = QuantState(absmax=absmax, shape=torch.Size((rows, columns)), code=get_4bit_type("nf4", device=where or "cpu"),
+                       blocksize=64, quant_type="nf4", dtype=torch.bfloat16, offset=torch.tensor(0.05, device=where),
+                       state2=nested)
+    with torch.device("meta"):
+        made = Linear4bit(columns, rows, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
+    made.weight = Params4bit(some_bytes(codes.shape, codes.dtype) if filled_here else codes, requires_grad=False,
+                             quant_state=state, quant_type="nf4", bnb_quantized=True, module=made)
+    made.quant_state = state
+    return made
+
+
 def build(args: argparse.Namespace) -> Any:
+    """The first process of several has the weights."""
     torch.manual_seed(0)
     config, (*_, base, targets) = config_of(args), MODELS[args.model]
-    model: Any = shaped(config, base)
-    for seed, module in enumerate(model.modules()):
+    model: Any = shaped(config, None if base == "nf4" else base)
+    for name, m in list(model.named_modules()) if base == "nf4" else ():
+        if type(m) is torch.nn.Linear and name != "lm_head":
+            model.set_submodule(name, four_bits(m, loop.rank() == 0))
+    for seed, module in enumerate(model.modules() if loop.rank() == 0 else ()):
         for name, p in list(module._parameters.items()):
-            if p is not None:
+            if p is not None and p.is_meta:
                 module._parameters[name] = filled(p, seed)
         for name, b in list(module._buffers.items()):
             if b is not None and b.is_meta:
@@ -111,14 +143,19 @@ def build(args: argparse.Namespace) -> Any:
 
 def main() -> None:
     args, device = parse_args()
+    many = loop.several()
+    if many > 1:
+        loop.joined(device.type == "cuda")
     model = build(args)
     asked = {"tokens": args.tokens, "seq": args.seq, "experts": args.experts, "compute": args.compute}
     limits = {name: getattr(args, name) for name in ("machine", "vram", "host") if getattr(args, name)}
-    plan = mt.plan(model, **asked, **limits)
-    say(str(plan))
+    plan = loop.of_first(None if loop.rank() else mt.plan(model, gpus=many, **asked, **limits))
+    if loop.rank() == 0:
+        say(str(plan))
     model = mt.stream(model, device, plan=plan, compute=args.compute)
     opt = mt.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, max_grad_norm=1.0)
-    ids = torch.randint(config_of(args).vocab_size, (args.tokens // args.seq, args.seq)).to(device)
+    draw = torch.Generator().manual_seed(loop.rank())
+    ids = torch.randint(config_of(args).vocab_size, (args.tokens // args.seq, args.seq), generator=draw).to(device)
     clock, losses = Clock(device), []
     for _ in range(args.steps):
         clock.mark()
@@ -128,7 +165,10 @@ def main() -> None:
         opt.zero_grad()
         losses.append(loss.detach())
     clock.mark()
-    seconds = clock.intervals()
+    seconds = [max(step) for step in zip(*loop.of_each(clock.intervals()))]
+    host = sum(loop.of_each(loop.pss()))
+    if loop.rank():
+        return
     median = statistics.median(seconds[2:] or seconds)
     peak = torch.cuda.max_memory_reserved() / GIB if device.type == "cuda" else None
     emit(
@@ -140,13 +180,15 @@ def main() -> None:
         seq=args.seq,
         experts=plan.experts,
         unit="tokens/s",
-        median=args.tokens / median,
+        ranks=many,
+        median=many * args.tokens / median,
         planned=plan.tokens_per_second,
         seconds=median,
         planned_s=plan.seconds,
         first_s=seconds[0],
         reserved_gib=peak,
         planned_gib=plan.vram_bytes / GIB,
+        pss_gib=host / GIB,
         losses=[float(x) for x in losses],
     )
     say(str(mt.explain(model)))

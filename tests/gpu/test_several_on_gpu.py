@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from several import Job, Pool, alone, differences
 
-SIZE = 2
+SIZE = int(os.environ.get("MEGATRAIN_RANKS", "2"))          # of processes
 
 
 @pytest.fixture(scope="module")
