@@ -23,7 +23,13 @@ import bench_loop as loop
 import torch
 from common import GIB, Clock, add_device_argument, emit, fill_cheaply, say
 from peft import LoraConfig, get_peft_model
-from transformers import DeepseekV3Config, GptOssConfig, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import (
+    DeepseekV3Config,
+    GptOssConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
 
 import megatrain_torch as mt
 from megatrain_torch.base.codes import Coded
@@ -105,12 +111,12 @@ def four_bits(old: torch.nn.Linear, filled_here: bool) -> torch.nn.Module:
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     rows, columns = old.weight.shape
-    blocks, where = rows * columns // 64, None if filled_here else "meta"
+    blocks, where = rows * columns // 64, "cpu" if filled_here else "meta"
     codes = torch.empty(rows * columns // 2, 1, dtype=torch.uint8, device="meta")
     absmax = torch.full((blocks,), 128, dtype=torch.uint8, device=where)
-    nested = QuantState(absmax=torch.full((-(-blocks // 256),), 0.05, device=where), code=create_dynamic_map().to(where),
-                        blocksize=256, dtype=torch.float32)
-    state = QuantState(absmax=absmax, shape=torch.Size((rows, columns)), code=get_4bit_type("nf4", device=where or "cpu"),
+    scales = torch.full((-(-blocks // 256),), 0.05, device=where)
+    nested = QuantState(absmax=scales, code=create_dynamic_map().to(where), blocksize=256, dtype=torch.float32)
+    state = QuantState(absmax=absmax, shape=torch.Size((rows, columns)), code=get_4bit_type("nf4", device=where),
                        blocksize=64, quant_type="nf4", dtype=torch.bfloat16, offset=torch.tensor(0.05, device=where),
                        state2=nested)
     with torch.device("meta"):
@@ -159,11 +165,12 @@ def main() -> None:
     clock, losses = Clock(device), []
     for _ in range(args.steps):
         clock.mark()
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
+        for part in ids.chunk(plan.micro):
+            loss = model(input_ids=part, labels=part).loss / plan.micro
+            loss.backward()
         opt.step()
         opt.zero_grad()
-        losses.append(loss.detach())
+        losses.append(loss.detach() * plan.micro)
     clock.mark()
     seconds = [max(step) for step in zip(*loop.of_each(clock.intervals()))]
     host = sum(loop.of_each(loop.pss()))
