@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 import traceback
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,19 @@ def apart(rank: int, group: Any, machines: int, what: str, *args: Any) -> Any:
         return getattr(importlib.import_module(module), name)(rank, group, *args)
     finally:
         del os.environ["GROUP_RANK"]
+
+
+def found_for_gathers(rank: int, group: Any) -> list[int]:
+    """Members of the group in which weights are gathered: they find each other, in however many groups each is."""
+    from megatrain_torch.group import control
+    own, control._nccl = control._nccl, lambda store, members, place, patience: (store, members, place)
+    try:
+        store, members, place = control.Control(group).gathers(timedelta(minutes=1))
+    finally:
+        control._nccl = own
+    store.set(f"here {place}", "")
+    store.wait([f"here {n}" for n in range(len(members))], timedelta(seconds=20))
+    return members
 
 
 def pieces(rank: int, group: Any, device: str = "cpu", many: int = 2) -> list[bool]:

@@ -15,8 +15,10 @@ import torch
 from parity import LONG
 from run_kill_several import kill
 from several import Job, Pool, alone, differences, loaded, memory, saved
+from torch import nn
 
 from megatrain_torch.group.waits import Waits, done
+from megatrain_torch.model.filling import _give_memory
 from megatrain_torch.model.several import processors
 
 ARCHITECTURES = ("llama", "qwen3", "gemma2", "gpt2", "opt", "mixtral", "gpt_oss", "deepseek_v3", "mamba", "bert", "t5",
@@ -272,6 +274,10 @@ def test_threads_are_beside_their_gpu_where_nodes_have_equally_many(
         (folder := tmp_path / f"devices/system/node/node{node}").mkdir(parents=True)
         (folder / "cpulist").write_text(listed)
     assert processors(nodes, own, set(allowed), tmp_path) == found
+
+
+def test_ranks_gather_weights_in_however_many_groups_each_is(pool: Pool) -> None:
+    assert pool.call("several:found_for_gathers", 4) == [[0, 1, 2, 3]] * 4
 
 
 def test_bytes_that_go_in_pieces_are_whole_where_they_come(pool: Pool) -> None:
@@ -548,3 +554,16 @@ def wait_until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def test_codes_on_the_meta_device_are_codes_when_they_have_memory() -> None:
+    """In a process whose values another one has."""
+    class Params4bit(nn.Parameter):
+        pass
+
+    layer = nn.Linear(4, 4, bias=False, device="meta")
+    layer.weight = codes = Params4bit(torch.empty(8, 1, dtype=torch.uint8, device="meta"), requires_grad=False)
+    codes.quant_state = "its own"
+    _give_memory(layer, [codes])
+    assert layer.weight is codes and type(codes) is Params4bit and codes.device.type == "cpu"
+    assert codes.quant_state == "its own" and codes.dtype == torch.uint8

@@ -7,10 +7,12 @@ through device memory: NCCL's on CUDA, gloo's on the CPU device.
 
 A sender waits for nothing but the network, and a hearer for nothing else, so neither waits for the other's. NCCL runs
 what a group is given one after the other, so each direction of a pair has a group of its own. A piece is received as
-soon as it is sent, whatever else the two processes do: the hearer was told of it before.
+soon as it is sent, whatever else the two processes do: the hearer was told of it before, and no thread holds the
+driver's lock while it waits for a piece (Pieces).
 """
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 import time
@@ -31,6 +33,7 @@ PIECE = 32 << 20             # bytes that are sent at once; of them each directi
 BUFFERS = 3                  # filled, one sent or received, one emptied
 SMALL = 64 << 10             # bytes of a parcel that go over gloo, as notes do
 _LOOK_MS = 1000              # until a sender that has nothing to tell looks again
+_NAP_S = 50e-6               # between two looks at pieces, each of which takes a millisecond
 _GONE_S = 30.0               # in which it is known that a rank is gone of which bytes do not come
 _NEVER = timedelta(days=30)  # a rank may have nothing to say for as long as its process lives
 _MOST = 32                   # parcels that go at once: Python's threads take turns, which may last longer than the way
@@ -166,102 +169,111 @@ class Line:
             time.sleep(random.random() * self._delay_us * 1e-6)
 
 
+@dataclasses.dataclass
+class Piece:
+    """On its way. What is put behind others has neither bytes nor works."""
+
+    buffer: Tensor | None
+    works: list[Any]
+    place: Tensor | None = None              # where bytes that are received go
+    landed: torch.cuda.Event | None = None   # behind the copy into place
+    act: Callable[[], None] | None = None
+
+    def is_over(self) -> bool:
+        return not self.works and (self.landed is None or self.landed.query())
+
+
 class Pieces:
     """Bytes of host memory that go to other ranks, or come from one, by way of a few buffers on the device.
 
-    No more is queued on the device than what the buffers hold, and the host waits for the oldest. Streams share
-    hardware queues of some thousand commands. Where those behind a receive fill one, whoever queues another command
-    waits inside the driver, with its lock, for a process that may wait for this one in the same way.
+    A command that follows a send or a receive is queued when that is over: the host looks. Streams share hardware
+    queues of some thousand commands. Where those behind a receive fill one, whoever queues another command waits inside
+    the driver, with its lock, for a process that may wait for this one in the same way.
     """
 
     def __init__(self, device: torch.device, gone: threading.Event | None = None) -> None:
         """In the thread that uses it. gone: nothing more will come, so who waits gets a RuntimeError."""
-        self._gone = gone or threading.Event()
+        self._device, self._gone, self._stream = device, gone, None
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        # Copies between host memory and buffers, and what goes over the network, which is beside the next copy.
-        self._copies, self._network = _Queue(device), _Queue(device)
+            self._stream = torch.cuda.Stream(device, priority=-1)    # NCCL's streams have that too (Control.way)
         self._spare = [torch.empty(PIECE, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
-        self._busy: deque[tuple[Tensor | None, Any, Any]] = deque()      # a buffer and the event behind it, or an act
+        self._busy: deque[Piece] = deque()
 
     def send(self, host: Tensor, groups: Sequence[Any]) -> None:
         """Returns when the last pieces are on their way."""
         for piece in host.split(PIECE):
             buffer = self._buffer()
-            part = buffer[:len(piece)]
-            with self._copies.entered():
-                part.copy_(piece, non_blocking=True)
-            with self._network.entered(behind=self._copies):
-                for work in [group.send([part], 1, 0) for group in groups]:
-                    work.wait()              # on CUDA the stream does
-            self._busy.append((buffer, self._network.event(), None))
+            with self._entered():
+                part = buffer[:len(piece)].copy_(piece, non_blocking=True)
+                self._busy.append(Piece(buffer, [group.send([part], 1, 0) for group in groups]))
 
     def receive(self, place: Tensor, group: Any) -> None:
         """Returns when the last pieces are on their way."""
         for piece in place.split(PIECE):
             buffer = self._buffer()
-            part = buffer[:len(piece)]
-            with self._network.entered():
-                group.recv([part], 0, 0).wait()
-            with self._copies.entered(behind=self._network):
-                piece.copy_(part, non_blocking=True)
-            self._busy.append((buffer, self._copies.event(), None))
+            with self._entered():
+                self._busy.append(Piece(buffer, [group.recv([buffer[:len(piece)]], 0, 0)], piece))
 
     def behind(self, act: Callable[[], None]) -> None:
         """act is called when all that was put before is over."""
-        self._busy.append((None, None, act))
-
-    def next(self) -> bool:
-        """Waits for what was put first. False: nothing is on its way."""
-        if not self._busy:
-            return False
-        buffer, event, act = self._busy.popleft()
-        if event is not None:
-            event.synchronize()
-        if self._gone.is_set():              # works of who is gone end with any bytes
-            raise RuntimeError("nothing more will come")
-        if buffer is not None:
-            self._spare.append(buffer)
-        if act is not None:
-            act()
-        return True
+        self._busy.append(Piece(None, [], act=act))
 
     def land(self) -> None:
         """Waits: all is over."""
-        while self.next():
-            pass
+        while self.step():
+            self.nap()
+
+    def step(self) -> bool:
+        """Takes each piece as far as it can go by now. False: nothing is on its way."""
+        for piece in self._busy:
+            if piece.works and all(map(self._has_ended, piece.works)):
+                piece.works = []
+                if piece.place is not None and piece.buffer is not None:
+                    with self._entered():
+                        piece.place.copy_(piece.buffer[:len(piece.place)], non_blocking=True)
+                        piece.landed = None if self._stream is None else self._stream.record_event()
+        while self._busy and self._busy[0].is_over():
+            piece = self._busy.popleft()
+            if piece.buffer is not None:
+                self._spare.append(piece.buffer)
+            self._go_on()                # behind the look at works: those of who is gone end with any bytes
+            if piece.act is not None:
+                piece.act()
+        return bool(self._busy)
+
+    def _has_ended(self, work: Any) -> bool:
+        if self._stream is not None:
+            return work.is_completed()
+        work.wait()                          # gloo's is not seen to end but by who waits
+        return True
 
     def _buffer(self) -> Tensor:
+        self.step()
         while not self._spare:
-            self.next()
+            self.nap()
+            self.step()
         return self._spare.pop()
 
+    def _go_on(self) -> None:
+        if self._gone is not None and self._gone.is_set():
+            raise RuntimeError("nothing more will come")
 
-class _Queue:
-    """A stream of high priority, as NCCL's are (Control.way); on the CPU device nothing."""
+    def nap(self) -> None:
+        self._go_on()
+        time.sleep(_NAP_S)
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-
-    def entered(self, behind: _Queue | None = None) -> AbstractContextManager[Any]:
-        if self._stream is None:
-            return nullcontext()
-        if behind is not None:
-            self._stream.wait_stream(behind._stream)
-        return torch.cuda.stream(self._stream)
-
-    def event(self) -> torch.cuda.Event | None:
-        """Behind what was put so far. Who waits for it leaves the core to others."""
-        return None if self._stream is None else self._stream.record_event(torch.cuda.Event(blocking=True))
+    def _entered(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
 def _taken(told: SimpleQueue[Any], pieces: Pieces) -> Any:
     """The next that was told; until then pieces go on."""
-    while True:
+    while pieces.step():
         with suppress(Empty):
             return told.get_nowait()
-        if not pieces.next():
-            return told.get()
+        pieces.nap()
+    return told.get()
 
 
 def _finish(pieces: Pieces, groups: Iterable[Any]) -> None:

@@ -83,12 +83,15 @@ class Control:
         if device.type != "cuda":
             return dist.ProcessGroupGloo(store, place, 2, self.patience)
         # Of high priority: its kernels then stand in no hardware queue behind compute, nor compute behind them.
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout, options.global_ranks_in_group = self.patience, [sender, hearer]
-        options.config.max_ctas = _CTAS
-        group, first = dist.ProcessGroupNCCL(store, place, 2, options), torch.zeros(1, device=device)
+        group = _nccl(store, [sender, hearer], place, self.patience, is_high_priority_stream=True, max_ctas=_CTAS)
+        first = torch.zeros(1, device=device)
         (group.recv([first], 0, 0) if place else group.send([first], 1, 0)).wait()
         return group
+
+    def gathers(self, patience: timedelta) -> Any:
+        """NCCL's group of the members. torch's new_group would name it by how many groups a process is in, which is not
+        the same number in all of them where a script has made groups of some."""
+        return _nccl(dist.PrefixStore("gathers", self._store), self._waits.members, self._rank, patience)
 
     def gather(self, value: Any) -> list[Any]:
         """What each rank gives, by rank."""
@@ -255,3 +258,13 @@ def most() -> dist.AllreduceOptions:
     how = dist.AllreduceOptions()
     how.reduceOp = dist.ReduceOp.MAX
     return how
+
+
+def _nccl(store: Any, members: list[int], place: int, patience: timedelta, is_high_priority_stream: bool = False,
+          max_ctas: int | None = None) -> Any:
+    """members: ranks of the default group."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=is_high_priority_stream)
+    options._timeout, options.global_ranks_in_group = patience, members
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
+    return dist.ProcessGroupNCCL(store, place, len(members), options)

@@ -51,7 +51,7 @@ class Ranks:
         self.machines: list[str] = self.gather(_machine())
         self.ways: dict[tuple[int, int], Any] = {}
         self._aside: Ranks | None = None
-        self._gathers: dist.ProcessGroup | None = None
+        self._gathers: Any = None
 
     def connect(self, device: torch.device) -> None:
         """Makes what tensors of the device travel by, and so takes its memory there, before anybody asks how much is
@@ -85,12 +85,11 @@ class Ranks:
         """GPUs' tensors go by it."""
         return torch.device("cuda") in self.data._device_types and self._backend().name() == "nccl"
 
-    def gathers(self) -> dist.ProcessGroup:
-        """NCCL's of the ranks of this machine, for weights; as patient as the user's own. All of them make it."""
+    def gathers(self, control: Control) -> Any:
+        """NCCL's group of the ranks of this machine, for weights; as patient as the user's own. All of them make it.
+        control: theirs."""
         if self._gathers is None:
-            members = [dist.get_global_rank(self.data, rank) for rank in self.mates]
-            self._gathers = dist.new_group(members, self._backend().options._timeout, "nccl",
-                                           use_local_synchronization=True)
+            self._gathers = control.gathers(self._backend().options._timeout)
         return self._gathers
 
     def _backend(self) -> Any:
@@ -100,10 +99,28 @@ class Ranks:
         """Another process is gone, for which NCCL's kernels wait without end: they are ended."""
         backends = [self._backend(), *self.ways.values()] if self.nccl() else []
         if self._gathers is not None:
-            backends.append(self._gathers._get_backend(torch.device("cuda")))
+            backends.append(self._gathers)
         for backend in backends:
             with contextlib.suppress(Exception):
                 backend.abort()
+
+    @contextmanager
+    def connected(self, device: torch.device) -> Iterator[None]:
+        """As connect; what is in there fails on all ranks or on none."""
+        self.connect(device)
+        try:
+            yield
+        except BaseException:
+            self.leave(failed=True)
+            raise
+
+    def leave(self, failed: bool) -> None:
+        """Gives back the groups that are its own. failed: nobody waits for what is under way there."""
+        own = [*(self.ways.values() if failed else ()), *([] if self._gathers is None else [self._gathers])]
+        self._gathers = None
+        for group in own:
+            with contextlib.suppress(Exception):
+                (group.abort if failed else group.shutdown)()
 
     @property
     def apart(self) -> bool:

@@ -44,7 +44,7 @@ class Waits:
     """Of a group of processes, by their numbers in all of torch.distributed's."""
 
     def __init__(self, members: list[int]) -> None:
-        self._members, self._me = members, dist.get_rank()
+        self.members, self._me = members, dist.get_rank()
         self._store = dist.PrefixStore("megatrain_torch/waits", dist.distributed_c10d._get_default_store())
 
     def until(self, work: Any, place: str, what: str, look: Callable[[], str] = str) -> None:
@@ -55,7 +55,7 @@ class Waits:
         """
         if done(work, LATE_S):
             return
-        note = {"at": place, "what": what, "of": self._members, "n": next(_numbers)}
+        note = {"at": place, "what": what, "of": self.members, "n": next(_numbers)}
         self._write(note)
         before: dict[int, Any] = {}
         ended = ""
@@ -81,12 +81,12 @@ class Waits:
 
     def _broken(self) -> str:
         """Of another member, why it waits no more."""
-        notes = [(rank, self._read(rank)) for rank in self._members if rank != self._me]
+        notes = [(rank, self._read(rank)) for rank in self.members if rank != self._me]
         return next((f"rank {rank}: {note['what']}," for rank, note in notes if note and note.get("broke")), "")
 
     def stuck(self) -> dict[int, Any]:
         """Notes of processes that wait in vain, as far as this one has to do with them."""
-        notes, unread = {}, list(self._members)
+        notes, unread = {}, list(self.members)
         while unread:
             if (rank := unread.pop()) not in notes:
                 notes[rank] = self._read(rank)
@@ -100,7 +100,7 @@ class Waits:
 
     def where(self) -> str:
         """Of each other member where it waits, as far as is known."""
-        notes = {rank: self._read(rank) for rank in self._members if rank != self._me}
+        notes = {rank: self._read(rank) for rank in self.members if rank != self._me}
         return ", ".join(f"rank {rank} {note['what'] if note else 'waits for nobody'}" for rank, note in notes.items())
 
     def _said(self, found: dict[int, Any]) -> str:

@@ -270,8 +270,10 @@ def _give_memory(module: nn.Module, params: list[nn.Parameter]) -> None:
     """Parameters on the meta device stay the same objects. No page of their memory is touched, so it takes none."""
     for p in params:
         if p.is_meta:
-            kept, made = dict(p.__dict__), nn.Parameter(torch.empty_like(p, device="cpu"), p.requires_grad)
-            torch.utils.swap_tensors(p, made)
+            kind, kept = type(p), dict(p.__dict__)
+            torch.utils.swap_tensors(p, nn.Parameter(torch.empty_like(p, device="cpu"), p.requires_grad))
+            if type(p) is not kind:              # codes, or a strand of theirs
+                p.__class__ = kind
             p.__dict__.update(kept)
     for m in module.modules():
         for name, b in m._buffers.items():

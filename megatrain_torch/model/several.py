@@ -123,14 +123,16 @@ def same_buffers(ranks: Ranks, module: nn.Module) -> None:
 def leaves_in_order(core: _core.Engine, ranks: Ranks, machines: Between | None) -> None:
     """The process ends: the others may await its part of the last step, or read what is on its device; but not where it
     failed, as they will then."""
+    failed = getattr(sys, "last_value", None) is not None
     with contextlib.suppress(Exception):
-        if getattr(sys, "last_value", None) is None:
+        if not failed:
             core.watchdog(_LAST_STEP_S)
             core.drain()
             core.stay(_LAST_STEP_S)
         elif core.gone():
             ranks.give_up()
         core.close()
+    ranks.leave(failed)
     if machines is not None:
         machines.finish(_LAST_STEP_S)
 
@@ -226,7 +228,7 @@ class Delivery:
             out = [nothing if r == me else portions[me] for r in range(len(portions))]
             into = [nothing if r == me else p for r, p in enumerate(portions)]
             with ranks.control.named(what):
-                work = ranks.gathers().alltoall(into, out)
+                work = ranks.gathers(self._control()).alltoall(into, out)
                 if work is not None:
                     work.wait()
         core.span_end(span, sum(p.numel() for p in portions), stream)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -103,8 +104,14 @@ def stream_of(ranks: Ranks | None, module: nn.Module, device: str | torch.device
     """mt.stream by these processes. asked: of choices.choose."""
     with as_one(ranks):
         where = compute_device(device)
-    if ranks is not None:
-        ranks.connect(where)
+    with nullcontext() if ranks is None else ranks.connected(where):
+        _stream(ranks, module, where, vram=vram, host=host, nvme=nvme, units=units, masters=masters, reduce=reduce,
+                dtype=dtype, **asked)
+
+
+def _stream(ranks: Ranks | None, module: nn.Module, where: torch.device, *, vram: int | str | None,
+            host: int | str | None, nvme: str | dict[str, Any] | None, units: list[str | nn.Module] | None,
+            masters: bool, reduce: str, dtype: torch.dtype | None, **asked: Any) -> None:
     with as_one(ranks):
         check_dtype(dtype)
         check_model(module, where, dtype, bare=ranks is not None and ranks.rank != ranks.mates[0])
