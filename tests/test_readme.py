@@ -64,10 +64,10 @@ def test_the_models_of_the_readme_are_those_that_fit() -> None:
     assert [row for row in rows if row not in known] == []
 
 
-def test_the_files_that_the_readme_names_are_there() -> None:
+def test_the_files_of_the_map_are_there() -> None:
     root = README.parent
-    for row in re.findall(r"^\| `[^|]*\|", README.read_text(), re.MULTILINE):
+    for row in re.findall(r"^\| `[^|]*\|", (root / "CONTRIBUTING.md").read_text(), re.MULTILINE):
         folder = ""
         for name in re.findall(r"`([^`]+)`", row):
             folder = name.rstrip("/").rpartition("/")[0] or folder
-            assert any((root / place / name).exists() for place in ("", folder)), f"README names {name}"
+            assert any((root / place / name).exists() for place in ("", folder)), f"CONTRIBUTING names {name}"

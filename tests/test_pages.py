@@ -1,0 +1,101 @@
+"""Pages for users: their scripts run, messages that they explain are the package's, and their sentences are short."""
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from situations import llama
+from test_cli import bytes_tokenizer, toy_model
+
+import megatrain_torch as mt
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+LONGEST = 25                # words of a sentence
+# Pages for users, written by hand.
+PLAIN = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in (
+    "quick-start", "chats", "lora", "checkpoints", "troubleshooting", "cli", "plans", "low-precision", "numerics",
+    "huggingface", "features", "install", "what-fits"))]
+
+
+def scripts(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL)
+
+
+def run(script: str, names: dict[str, Any]) -> dict[str, Any]:
+    exec(compile(script, "page", "exec"), names)
+    return names
+
+
+def test_the_quick_start_trains_and_its_checkpoint_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.chdir(tmp_path)
+    toy_model().to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    bytes_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "my.txt").write_text("To be, or not to be, that is the question. " * 30)
+    script = scripts("quick-start")[0].replace('"Qwen/Qwen2.5-0.5B"', '"model"').replace("512", "64")
+    made = run(script, {})
+    assert made["opt"].grad_norm > 0 and made["opt"].skipped_steps == 0
+    saved, loaded = scripts("checkpoints")
+    run(saved, made)
+    model = mt.stream(AutoModelForCausalLM.from_pretrained("model", dtype=torch.bfloat16))
+    opt = mt.AdamW(model.parameters(), lr=1e-5, weight_decay=0.1, max_grad_norm=1.0)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=len(made["loader"]))
+    again = run(loaded, {"mt": mt, "model": model, "opt": opt, "scheduler": scheduler})
+    assert again["step"] == made["step"] and scheduler.last_epoch == made["scheduler"].last_epoch
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), made["model"].parameters(), strict=True))
+
+
+def test_the_script_for_adapters_streams_them(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    llama().to(torch.bfloat16).save_pretrained(tmp_path)
+    made = run(scripts("lora")[0], {"path": tmp_path})
+    ids = torch.randint(32, (2, 8))
+    made["model"](input_ids=ids, labels=ids).loss.backward()
+    made["opt"].step()
+    assert made["opt"].grad_norm > 0
+
+
+# ---- messages ----
+
+def source() -> str:
+    """All code, with what is written over several lines in one piece."""
+    files = [*(ROOT / "megatrain_torch").rglob("*.py"), *(ROOT / "csrc").rglob("*.c")]
+    text = "\n".join(file.read_text() for file in files)
+    return re.sub(r"\"\s*\n\s*f?\"", "", text)
+
+
+def test_messages_that_the_page_explains_are_the_packages() -> None:
+    rows = re.findall(r"^\| (.*?) \|", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    messages = [words for row in rows for words in re.findall(r"`([^`]+)`", row) if "torch's" not in row]
+    text = source()
+    assert len(messages) > 40
+    assert [m for m in messages if not all(piece in text for piece in m.split("..."))] == []
+
+
+# ---- words ----
+
+def sentences(text: str) -> list[str]:
+    """Of prose: paragraphs and lists, without code, tables and headings; `code` is one word."""
+    text = re.sub(r"```.*?```|<!--.*?-->", "", text, flags=re.DOTALL)
+    found: list[str] = []
+    for block in re.split(r"\n\s*\n", text):
+        if block.startswith(("|", "#", "    ")) or not block.strip():
+            continue
+        for item in re.split(r"\n(?=\s*(?:[-*]|\d+\.) )", block):
+            words = re.sub(r"^\s*(?:[-*]|\d+\.) ", "", item)
+            words = re.sub(r"`[^`]*`", "Code", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", words))
+            found += re.split(r"(?<=[.!?:;])\*{0,2}\s+(?=\S)", " ".join(words.split()))
+    return found
+
+
+@pytest.mark.parametrize("page", PLAIN, ids=lambda page: page.name)
+def test_sentences_of_a_page_are_short(page: Path) -> None:
+    long = [s for s in sentences(page.read_text()) if len([w for w in s.split() if re.search(r"\w", w)]) > LONGEST]
+    assert long == [], f"{len(long)} sentences of more than {LONGEST} words"
