@@ -1,7 +1,9 @@
-"""Pages for users: their scripts run, messages that they explain are the package's, and their sentences are short."""
+"""Pages: their scripts run, links lead somewhere, messages that they explain are the package's, sentences are short."""
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+sys.path.append(str(ROOT / "tools"))
+site = importlib.import_module("docs_site")
 LONGEST = 25                # words of a sentence
 # Pages for users, written by hand.
 PLAIN = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in (
@@ -62,6 +66,50 @@ def test_the_script_for_adapters_streams_them(tmp_path: Path) -> None:
     assert made["opt"].grad_norm > 0
 
 
+# ---- links, and the site ----
+
+def names() -> list[str]:
+    """Of the site's pages."""
+    return [*site.BESIDE, *sorted(page.name for page in DOCS.glob("*.md"))]
+
+
+def file_of(name: str) -> Path:
+    return ROOT / site.BESIDE.get(name, f"docs/{name}")
+
+
+def links(text: str) -> list[str]:
+    return re.findall(r"\]\((?!https?:)([^)\s]+)\)", text)
+
+
+def anchors(page: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {site.anchor(head) for head in heads}
+
+
+@pytest.mark.parametrize("name", names())
+def test_links_of_a_page_lead_somewhere(name: str) -> None:
+    page = file_of(name)
+    for link in links(page.read_text()):
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), f"{page} links to {link}"
+        assert not anchor or anchor in anchors(target), f"{page} links to {link}, and there is no such heading"
+
+
+@pytest.mark.parametrize("name", names())
+def test_links_on_the_site_stay_on_it(name: str) -> None:
+    """What is not on it is no link there."""
+    for link in links(site.placed(file_of(name).read_text(), name)):
+        file, _, anchor = link.partition("#")
+        assert not file or file in names() or (DOCS / file).exists(), f"{name} on the site links to {link}"
+        assert not anchor or anchor in anchors(file_of(file or name)), f"{name} on the site links to {link}"
+
+
+def test_the_site_lists_every_page() -> None:
+    nav = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(nav) == sorted(names())
+
+
 # ---- messages ----
 
 def source() -> str:
@@ -91,7 +139,7 @@ def sentences(text: str) -> list[str]:
         for item in re.split(r"\n(?=\s*(?:[-*]|\d+\.) )", block):
             words = re.sub(r"^\s*(?:[-*]|\d+\.) ", "", item)
             words = re.sub(r"`[^`]*`", "Code", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", words))
-            found += re.split(r"(?<=[.!?:;])\*{0,2}\s+(?=\S)", " ".join(words.split()))
+            found += re.split(r"(?<=[.!?])\*{0,2}\s+(?=\S)", " ".join(words.split()))
     return found
 
 

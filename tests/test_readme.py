@@ -37,25 +37,6 @@ def test_the_example_of_the_readme_trains(tmp_path: Path) -> None:
     assert names["opt"].skipped_steps == 0
 
 
-def links(page: Path) -> list[str]:
-    return re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text())
-
-
-def anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
-    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
-
-
-@pytest.mark.parametrize("page", [README, *sorted((README.parent / "docs").glob("*.md"))], ids=lambda page: page.name)
-def test_links_of_a_page_lead_somewhere(page: Path) -> None:
-    for link in links(page):
-        file, _, anchor = link.partition("#")
-        target = (page.parent / file).resolve() if file else page
-        assert target.exists(), f"{page.name} links to {link}"
-        assert not anchor or anchor in anchors(target), f"{page.name} links to {link}, and there is no such heading"
-
-
 def test_the_models_of_the_readme_are_those_that_fit() -> None:
     """Its table has rows of docs/what-fits.md, which mt.plan wrote."""
     known = (README.parent / "docs/what-fits.md").read_text().splitlines()
