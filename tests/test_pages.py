@@ -24,7 +24,7 @@ LONGEST = 25                # words of a sentence
 # Pages for users, written by hand.
 PLAIN = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in (
     "quick-start", "chats", "lora", "checkpoints", "troubleshooting", "cli", "plans", "low-precision", "numerics",
-    "huggingface", "features", "install", "what-fits"))]
+    "huggingface", "features", "install", "what-fits", "performance"))]
 
 
 def scripts(page: str) -> list[str]:
