@@ -22,7 +22,7 @@ sys.path.append(str(ROOT / "tools"))
 site = importlib.import_module("docs_site")
 LONGEST = 25                # words of a sentence
 # Pages for users, written by hand.
-PLAIN = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in (
+PLAIN = [ROOT / "README.md", ROOT / "examples/README.md", *(DOCS / f"{name}.md" for name in (
     "quick-start", "chats", "lora", "checkpoints", "troubleshooting", "cli", "plans", "low-precision", "numerics",
     "huggingface", "features", "install", "what-fits", "performance"))]
 
@@ -143,7 +143,7 @@ def sentences(text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("page", PLAIN, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PLAIN, ids=lambda page: str(page.relative_to(ROOT)))
 def test_sentences_of_a_page_are_short(page: Path) -> None:
     long = [s for s in sentences(page.read_text()) if len([w for w in s.split() if re.search(r"\w", w)]) > LONGEST]
     assert long == [], f"{len(long)} sentences of more than {LONGEST} words"

@@ -37,6 +37,10 @@ def test_the_example_of_the_readme_trains(tmp_path: Path) -> None:
     assert names["opt"].skipped_steps == 0
 
 
+def test_the_readme_is_short() -> None:
+    assert len(README.read_bytes()) <= 9 * 1024
+
+
 def test_the_models_of_the_readme_are_those_that_fit() -> None:
     """Its table has rows of docs/what-fits.md, which mt.plan wrote."""
     known = (README.parent / "docs/what-fits.md").read_text().splitlines()
