@@ -17,23 +17,35 @@ import megatrain_torch as mt
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 sys.path.append(str(ROOT / "tools"))
 site = importlib.import_module("docs_site")
 LONGEST = 25                # words of a sentence
 # Pages for users, written by hand.
-PLAIN = [ROOT / "README.md", ROOT / "examples/README.md", *(DOCS / f"{name}.md" for name in (
+PLAIN = [README, ROOT / "examples/README.md", *(DOCS / f"{name}.md" for name in (
     "quick-start", "chats", "lora", "checkpoints", "troubleshooting", "cli", "plans", "low-precision", "numerics",
     "huggingface", "features", "install", "what-fits", "performance"))]
 
 
-def scripts(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL)
+def scripts(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
 def run(script: str, names: dict[str, Any]) -> dict[str, Any]:
     exec(compile(script, "page", "exec"), names)
     return names
+
+
+def test_the_example_of_the_readme_trains(tmp_path: Path) -> None:
+    toy_model().to(torch.bfloat16).save_pretrained(tmp_path)
+    ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    names = {"path": str(tmp_path), "loader": [{"input_ids": ids, "labels": ids}] * 12}
+    made = run(scripts(README)[0].replace("lr=1e-5", "lr=1e-2"), names)
+    with torch.no_grad():
+        last = made["model"](input_ids=ids, labels=ids).loss
+    assert last < 4.5, f"after 12 steps on one batch the loss is {last:.2f}, from about 5.5"
+    assert made["opt"].skipped_steps == 0
 
 
 def test_the_quick_start_trains_and_its_checkpoint_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,10 +55,10 @@ def test_the_quick_start_trains_and_its_checkpoint_goes_on(tmp_path: Path, monke
     toy_model().to(torch.bfloat16).save_pretrained(tmp_path / "model")
     bytes_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "my.txt").write_text("To be, or not to be, that is the question. " * 30)
-    script = scripts("quick-start")[0].replace('"Qwen/Qwen2.5-0.5B"', '"model"').replace("512", "64")
+    script = scripts(DOCS / "quick-start.md")[0].replace('"Qwen/Qwen2.5-0.5B"', '"model"').replace("512", "64")
     made = run(script, {})
     assert made["opt"].grad_norm > 0 and made["opt"].skipped_steps == 0
-    saved, loaded = scripts("checkpoints")
+    saved, loaded = scripts(DOCS / "checkpoints.md")
     run(saved, made)
     model = mt.stream(AutoModelForCausalLM.from_pretrained("model", dtype=torch.bfloat16))
     opt = mt.AdamW(model.parameters(), lr=1e-5, weight_decay=0.1, max_grad_norm=1.0)
@@ -59,7 +71,7 @@ def test_the_quick_start_trains_and_its_checkpoint_goes_on(tmp_path: Path, monke
 def test_the_script_for_adapters_streams_them(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     llama().to(torch.bfloat16).save_pretrained(tmp_path)
-    made = run(scripts("lora")[0], {"path": tmp_path})
+    made = run(scripts(DOCS / "lora.md")[0], {"path": tmp_path})
     ids = torch.randint(32, (2, 8))
     made["model"](input_ids=ids, labels=ids).loss.backward()
     made["opt"].step()
@@ -108,6 +120,28 @@ def test_links_on_the_site_stay_on_it(name: str) -> None:
 def test_the_site_lists_every_page() -> None:
     nav = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(nav) == sorted(names())
+
+
+# ---- what pages say of others ----
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_bytes()) <= 9 * 1024
+
+
+def test_the_models_of_the_readme_are_those_that_fit() -> None:
+    """Its table has rows of docs/what-fits.md, which mt.plan wrote."""
+    known = (DOCS / "what-fits.md").read_text().splitlines()
+    rows = re.findall(r"^\| [^|]+, \d+ GB \|.*", README.read_text(), re.MULTILINE)
+    assert len(rows) >= 5
+    assert [row for row in rows if row not in known] == []
+
+
+def test_the_files_of_the_map_are_there() -> None:
+    for row in re.findall(r"^\| `[^|]*\|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE):
+        folder = ""
+        for name in re.findall(r"`([^`]+)`", row):
+            folder = name.rstrip("/").rpartition("/")[0] or folder
+            assert any((ROOT / place / name).exists() for place in ("", folder)), f"CONTRIBUTING names {name}"
 
 
 # ---- messages ----
