@@ -35,7 +35,7 @@ MEGATRAIN_CUDA_ARCHES ?= native
 export MEGATRAIN_CUDA_ARCHES
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test ctest asan tsan pytest gpu bench performance-page what-fits models fmt lint sdist wheel api \
+.PHONY: help demo test ctest asan tsan pytest gpu bench performance-page what-fits models fmt lint sdist wheel api docs \
         check-aarch64 clean inplace
 
 help:  ## list the verbs
@@ -101,6 +101,12 @@ wheel: $(BUILT)  ## abi3 manylinux wheels in dist/, for CPU and CUDA, tried; WHE
 
 api: $(BUILT)  ## docs/api.md, from the docstrings
 	$(PY) tools/api_page.py
+
+docs:  ## the site in build/site, by mkdocs-material in an environment of its own
+	test -x build/mkdocs/bin/mkdocs || { python3 -m venv build/mkdocs && \
+	    build/mkdocs/bin/python -m pip install -q 'mkdocs>=1.6,<2' 'mkdocs-material>=9.5,<10'; }
+	NO_MKDOCS_2_WARNING=1 build/mkdocs/bin/mkdocs build --strict -q
+	@echo build/site/index.html
 
 # Without csrc/bind, whose headers are this machine's Python.
 check-aarch64:  ## do the C files compile for aarch64? needs aarch64-linux-gnu-gcc

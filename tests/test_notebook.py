@@ -1,24 +1,27 @@
-"""examples/notebook.ipynb, cell by cell as a kernel would run it, and a second time in the same session."""
+"""The notebooks of examples/, cell by cell as a kernel would run them, one a second time in the same session."""
 from __future__ import annotations
 
 import ast
 import gc
 import json
+import tempfile
 import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatrain_torch.model.stream import find_runtime
 
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 NOTEBOOK = Path(__file__).parents[1] / "examples/notebook.ipynb"
+QUICK_START = NOTEBOOK.with_name("quickstart.ipynb")
 
 
-def cells() -> list[str]:
-    return ["".join(c["source"]) for c in json.loads(NOTEBOOK.read_text())["cells"] if c["cell_type"] == "code"]
+def cells(notebook: Path = NOTEBOOK) -> list[str]:
+    return ["".join(c["source"]) for c in json.loads(notebook.read_text())["cells"] if c["cell_type"] == "code"]
 
 
 def shown(source: str, names: dict[str, Any]) -> Any:
@@ -60,3 +63,13 @@ def test_cells_that_are_run_again_leave_nothing_of_the_model_before() -> None:
     gc.collect()
     # The trace is the third run's too, so nothing but the last model is left.
     assert [ref() is None for ref in gone] == [True, True, False]
+
+
+def test_the_quick_start_trains_with_the_bits_of_plain_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its own assertions: it learns, five losses and all gradients are plain torch's, a saved run goes on to the bit."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    names: dict[str, Any] = {}
+    seen = [as_seen(shown(source, names)) for source in cells(QUICK_START)]
+    assert "layers.0" in seen[2] and "moments" in seen[3]
+    assert "To be," in seen[-1]

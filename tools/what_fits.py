@@ -58,15 +58,15 @@ WAYS = (
 )
 HEAD = f"""# What fits
 
-Your GPU and your host's memory: the largest of Qwen2.5's models (0.5B, 1.5B, 3B, 7B, 14B, 32B, 72B) that trains in
-them, and its tokens/s, as `mt.plan` predicts both. `make what-fits` writes this page; `megatrain plan MODEL --machine
-rtx4090 --host 128GiB` says the same of any model and machine. Rates of the H200 are measured; those of the other cards
-are from data sheets, so their tokens/s are estimates (`megatrain plan --list-machines`).
+The table has the largest of Qwen2.5's models that a GPU and its host's memory train, and its tokens/s. The models are
+0.5B, 1.5B, 3B, 7B, 14B, 32B and 72B. `mt.plan` predicts both; `make what-fits` writes this page. For any model and
+machine ask `megatrain plan MODEL --machine rtx4090 --host 128GiB`. Rates of the H200 are measured. Those of the other
+cards are from data sheets, so their tokens/s are estimates (`megatrain plan --list-machines`).
 
-Steps of {TOKENS:,} tokens in sequences of {SEQ:,}, bf16 weights. *fp32 states*: fp32 masters and moments, gradients
-kept and clipped. *Smallest states*: `--states 8bit-sr --grads none`: moments in 8 bits, weights rounded stochastically,
-gradients used as they come, no clipping. *LoRA*: adapters of rank {RANK} on all matrices of the layers, by peft. With
-`--nvme` larger ones fit, at the drive's rate.
+A step has {TOKENS:,} tokens in sequences of {SEQ:,}; weights are bf16. *fp32 states*: fp32 masters and moments,
+gradients kept and clipped. *Smallest states*: `--states 8bit-sr --grads none`. Moments have 8 bits, weights are rounded
+stochastically, gradients are used as they come, without clipping. *LoRA*: PEFT's adapters of rank
+{RANK} on all matrices of the layers. With `--nvme` larger models fit, at the drive's rate.
 
 """
 
