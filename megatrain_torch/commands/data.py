@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
@@ -22,8 +22,18 @@ import numpy as np
 
 from megatrain_torch import MegatrainError
 
-from .chats import Chat, Template, messages_of, rendered
-from .records import ANSWERED, KNOWN, as_asked, files_of, records, with_prompt
+from .records import (
+    ANSWERED,
+    KNOWN,
+    Chat,
+    Template,
+    as_asked,
+    files_of,
+    messages_of,
+    records,
+    rendered,
+    with_prompt,
+)
 from .settings import Settings, say
 
 T = TypeVar("T")
@@ -88,14 +98,20 @@ def documents(found: Iterable[dict[str, Any] | MegatrainError], tokenizer: Any, 
     """Tokens of all records that have any. A wrong record is left out, and said; MegatrainError if all are.
 
     column: the field to train on. date: the run's first day, for templates that tell it."""
-    made: list[Document | str] = []
-    template, waiting = Template(tokenizer, date), 0
-    for one in _right(found, lambda record, where: _document(record, template, tokenizer, column, where), source):
-        made.append(one)
-        if len(made) - waiting >= TOGETHER:
-            waiting = _tokenize(made, waiting, tokenizer)
-    _tokenize(made, waiting, tokenizer)
-    made = [d for d in made if d.trained.any()]
+    template = Template(tokenizer, date)
+    read = _right(found, lambda record, where: _document(record, template, tokenizer, column, where), source)
+    made: list[Document] = []
+    while some := list(islice(read, TOGETHER)):
+        texts = [one for one in some if isinstance(one, str)]
+        short = [text for text in texts if 0 < len(text) <= 4 * PASSAGE]
+        # verbose=False: a text may well be longer than the model's window, rows are not.
+        ids = iter(tokenizer(short, verbose=False)["input_ids"] if short else ())
+        for one in some:
+            if isinstance(one, str):
+                own = (ids_of(one, tokenizer) if len(one) > 4 * PASSAGE else
+                       compact(_framed(next(ids), tokenizer) if one else ()))
+                one = Document(own, np.broadcast_to(np.True_, len(own)))
+            made += [one] if one.trained.any() else []
     if not made:
         raise MegatrainError(f"{source} has no tokens to train on: it is empty, or its texts are")
     if apart := [len(d.starts) for d in made if len(d.starts) > 1]:
@@ -186,7 +202,7 @@ def _completion(record: dict[str, Any], template: Template, tokenizer: Any, wher
 def _talk(chats: list[Chat], template: Template, tokenizer: Any) -> Document:
     found = [_marked(chat, tokenizer) for chat in chats]
     for chat, (ids, trained) in zip(chats, found):
-        if not chat.text.endswith(template.ends) and tokenizer.eos_token_id is not None:
+        if not template.end_of(chat.text) and tokenizer.eos_token_id is not None:
             ids.append(tokenizer.eos_token_id)       # the template has none: without it nobody learns to stop
             trained.append(True)
     starts = np.cumsum([0, *(len(ids) for ids, _ in found[:-1])]).tolist()
@@ -240,19 +256,6 @@ def around(tokenizer: Any) -> tuple[list[int], list[int]]:
     whole, bare = (tokenizer("a", add_special_tokens=special, verbose=False)["input_ids"] for special in (True, False))
     at = next((i for i in range(len(whole) - len(bare) + 1) if whole[i:i + len(bare)] == bare), 0)
     return whole[:at], whole[at + len(bare):]
-
-
-def _tokenize(made: list[Document | str], begin: int, tokenizer: Any) -> int:
-    """Puts documents in the place of texts, from `begin` on; returns how many there are."""
-    texts = [i for i in range(begin, len(made)) if isinstance(made[i], str)]
-    short = [i for i in texts if 0 < len(made[i]) <= 4 * PASSAGE]
-    # verbose=False: a text may well be longer than the model's window, rows are not.
-    ids = tokenizer([made[i] for i in short], verbose=False)["input_ids"] if short else []
-    found = dict(zip(short, (compact(_framed(some, tokenizer)) for some in ids)))
-    for i in texts:
-        own = found[i] if i in found else ids_of(made[i], tokenizer) if made[i] else np.zeros(0, np.uint16)
-        made[i] = Document(own, np.broadcast_to(np.True_, len(own)))
-    return len(made)
 
 
 def _marked(chat: Chat, tokenizer: Any) -> tuple[list[int], list[bool]]:

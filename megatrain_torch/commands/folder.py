@@ -46,7 +46,8 @@ ADAPTER = "adapter_config.json"              # of PEFT: what makes a folder an a
 # With names that mt.save gives meanwhile.
 _CHECKPOINT = re.compile(r"(checkpoint-(\d{1,18}))(\.(?:tmp|old)-\d+-\d+)?")
 _BESIDE = re.compile(rf"\.({re.escape(MARKER)}|{re.escape(CONFIG)}|{re.escape(LOG)})\.\d+\.unfinished")
-Entry = str | dict[str, list[int] | None]    # FILE, SCRATCH; or a folder's files: [size, time] of each, None: begun
+_WHOLES = dict.fromkeys((CONFIG, LOG, *PAGES), FILE) | dict.fromkeys((UNFINISHED, HALF), SCRATCH)
+Entry = str | dict[str, list[int] | None]    # of _WHOLES; or a folder's files: [size, time] of each, None: begun
 
 
 class Owned:
@@ -55,17 +56,12 @@ class Owned:
     def __init__(self, run: Path) -> None:
         self.run, self.entries, self.data = run, {}, {}
         self._lock = -1                      # the descriptor, in the process that locked it
-        if (run / MARKER).is_file():
-            self._read()
-
-    @staticmethod
-    def opened(run: Path) -> Owned:
-        if not (run / MARKER).is_file():
-            raise MegatrainError(f"{run} is no run: it has no {MARKER}; megatrain train makes one")
-        return Owned(run)
+        self._read()
 
     def _read(self) -> None:
         where = self.run / MARKER
+        if not where.is_file():
+            return
         found = from_json(where.read_bytes(), str(where))
         if not isinstance(found, dict) or (found.get("program"), found.get("version")) != (PROGRAM, VERSION):
             raise MegatrainError(f"{where}: a table of program {PROGRAM!r}, version {VERSION}, is needed")
@@ -108,17 +104,16 @@ class Owned:
                 path.unlink(missing_ok=True)
                 say(f"{self.run}: this file system has no locks ({why.strerror}); no second run may write there")
                 break
-            same = False
-            with contextlib.suppress(FileNotFoundError):         # links are not counted alike by all file systems
-                same = os.path.samestat(os.fstat(fd), os.stat(path))
-            if same:
-                self._lock = fd
-                # A forked child, a DataLoader's worker say, must not keep the lock when this process is gone.
-                os.register_at_fork(after_in_child=self._leave)
-            else:                                        # whoever had it before removed it meanwhile: once more
-                os.close(fd)
-        if (self.run / MARKER).is_file():                # as whoever had the lock before left it
-            self._read()
+            # Whoever had the lock before may have removed the file meanwhile. Links are not counted alike by all file
+            # systems: so what the name stands for now is compared.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(fd), os.stat(path)):
+                    self._lock = fd
+                    # A forked child, a DataLoader's worker say, must not keep the lock when this process is gone.
+                    os.register_at_fork(after_in_child=self._leave)
+                    continue
+            os.close(fd)                                 # and once more
+        self._read()                                     # as whoever had the lock before left it
         if self._lock >= 0:
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
@@ -137,7 +132,7 @@ class Owned:
         """Names in the folder that a run gives, of what this run did not make, or not as it is now."""
         found = []
         for name in sorted(p.name for p in self.run.iterdir()) if self.run.is_dir() else ():
-            if name in (CONFIG, LOG, FINAL, UNFINISHED, HALF, *PAGES) or _CHECKPOINT.fullmatch(name):
+            if name in _WHOLES or name == FINAL or _CHECKPOINT.fullmatch(name):
                 found += self.changed(name) if _entry_of(name) in self.entries else [name]
         return found
 
@@ -203,8 +198,7 @@ class Owned:
         for name in list(self.entries):
             self._remove_drafts(name)
             self.remove(name)
-        self.entries = dict.fromkeys((CONFIG, LOG, *PAGES), FILE) | {UNFINISHED: SCRATCH}
-        self.data = data
+        self.entries, self.data = {name: kind for name, kind in _WHOLES.items() if name != HALF}, data
         self._write()
 
     def go_on(self, data: dict[str, Any]) -> None:
@@ -228,10 +222,9 @@ class Owned:
 
     @property
     def nbytes(self) -> int:
-        """Of all that is listed."""
-        paths = [self.run / name for name in self.entries]
-        files = [f for p in paths if not p.is_symlink() for f in ([p] if p.is_file() else map(p.joinpath, _files(p)))]
-        return sum(f.lstat().st_size for f in files)
+        """Of what is listed in folders; frozen weights, which checkpoints share by links of one name, count once."""
+        return sum(size for _, size, _ in {(file, *mark) for entry in self.entries.values() if isinstance(entry, dict)
+                                           for file, mark in entry.items() if mark})
 
     def _remove_drafts(self, name: str) -> None:
         """What killed saves of a checkpoint left: the lock is this process's, so nobody writes there."""
@@ -263,8 +256,8 @@ def sync(path: Path) -> None:
 
 def _is_entry(name: str, entry: Any) -> bool:
     """May a marker list this?"""
-    if name in (UNFINISHED, HALF, CONFIG, LOG, *PAGES):
-        return entry == (SCRATCH if name in (UNFINISHED, HALF) else FILE)
+    if name in _WHOLES:
+        return entry == _WHOLES[name]
     return (name == FINAL or step_of(name) >= 0) and isinstance(entry, dict) and all(
         all(part not in ("", ".", "..") and "\0" not in part and "\\" not in part for part in file.split("/"))
         and (mark is None or (isinstance(mark, list) and len(mark) == 2 and all(map(is_count, mark))))
@@ -301,7 +294,9 @@ def _mark(path: Path) -> list[int]:
 def settings_of(run: Path) -> Settings:
     if not run.exists():
         raise MegatrainError(f"{run}: there is no such folder{near(str(run))}")
-    Owned.opened(run)
+    if not (run / MARKER).is_file():
+        raise MegatrainError(f"{run} is no run: it has no {MARKER}; megatrain train makes one")
+    Owned(run)                                           # a marker that is none is refused
     return Settings.of(read_yaml(run / CONFIG), str(run / CONFIG))
 
 

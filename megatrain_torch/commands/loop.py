@@ -379,14 +379,14 @@ def _left_alone(model: Any) -> Iterator[None]:
     config, which is saved with the model."""
     there = [(vars(model), "is_loaded_in_4bit"), (vars(model), "is_loaded_in_8bit"),
              (vars(model.config.get_text_config()), "router_aux_loss_coef")]
-    before = [{name: own[name]} if name in own else {} for own, name in there]
+    before = [(own, name, own.get(name, there)) for own, name in there]        # `there` itself: it has none
     vars(model).update(is_loaded_in_4bit=False, is_loaded_in_8bit=False)
     try:
         yield
     finally:
-        for (own, name), value in zip(there, before):
+        for own, name, value in before:
             own.pop(name, None)
-            own.update(value)
+            own |= {} if value is there else {name: value}
 
 
 # ---- stopping and saving on request --------------------------------------------------------------
@@ -416,25 +416,6 @@ class Requests(TrainerCallback):
 
 # ---- what a person sees --------------------------------------------------------------------------
 
-class Within:
-    """As text: how far a step is that has taken LONG_S; of others "". The bar's own thread asks, ten times a second."""
-
-    def __init__(self, trace: mt.Trace) -> None:
-        self._trace, self._text, self._asked = trace, "", 0.0
-        self.begin()
-
-    def begin(self) -> None:
-        self._begun = monotonic()
-
-    def __str__(self) -> str:
-        now = monotonic()
-        if now - self._begun < LONG_S:
-            return ""
-        if now - self._asked >= 1:
-            self._asked, self._text = now, f"{self._trace.progress()}  "
-        return self._text
-
-
 class Bar(TrainerCallback):
     """A live line on a terminal; else a line with the loss every EVERY_S seconds, the first step's and the last one's
     too, and one for each evaluation and each checkpoint. In a step that takes long the live line says how far it is."""
@@ -443,19 +424,29 @@ class Bar(TrainerCallback):
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self._say, self._within, self._task = say, Within(trace), None
+        self._say, self._trace, self._task = say, trace, None
         self._told, self._untold = -math.inf, ""     # when a line with the loss was written, and what came since
+        self._begun, self._asked, self._within = monotonic(), 0.0, ""
         console = Console()
         self._bar = Progress(TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=12),
                              TextColumn("{task.fields[within]}{task.description}"), TimeRemainingColumn(),
                              console=console, disable=not console.is_terminal)
 
+    def __str__(self) -> str:
+        """How far a step is that has taken LONG_S; else "". The bar's own thread asks, ten times a second."""
+        now = monotonic()
+        if now - self._begun < LONG_S:
+            return ""
+        if now - self._asked >= 1:
+            self._asked, self._within = now, f"{self._trace.progress()}  "
+        return self._within
+
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        self._task = self._bar.add_task("", total=state.max_steps, completed=state.global_step, within=self._within)
+        self._task = self._bar.add_task("", total=state.max_steps, completed=state.global_step, within=self)
         self._bar.start()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._within.begin()
+        self._begun = monotonic()
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         self._bar.update(self._task, completed=state.global_step)

@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import importlib.util
 import json
 import math
 import os
@@ -53,6 +54,12 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
+def need(what: str, *packages: str) -> None:
+    """Refuses where one is not installed. what: words before their names, as "adapters need"."""
+    if gone := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise MegatrainError(f"{what} {' and '.join(gone)}: pip install {' '.join(gone).replace('yaml', 'pyyaml')}")
+
+
 def near(name: str) -> str:
     """What a path that is not there may have meant: the nearest name beside it."""
     path = Path(name)
@@ -95,6 +102,12 @@ def _targets(value: Any) -> tuple[str, ...]:
     return found
 
 
+def _yes(value: Any) -> bool:
+    if (word := str(value).lower()) not in ("true", "false"):
+        raise ValueError
+    return word == "true"
+
+
 def _share(value: Any) -> float | str:
     """A number, or the name of a file."""
     try:
@@ -122,18 +135,20 @@ def as_words(value: Any) -> str:
 COUNT, POSITIVE, SHARE = (1, math.inf), (math.ulp(0.0), math.inf), (0, 1)
 KINDS = {int: ("a whole number", "N"), float: ("a number", "X"), str: ("a word", "WORD"),
          _words: ("a word, or a list of words", "DATA"), _share: ("a number, or a file", "SHARE|DATA"),
-         as_words: (f"words such as {AS}", AS), _targets: ("", "")}
+         as_words: (f"words such as {AS}", AS), _targets: ("", ""), _yes: ("true or false", "")}
 
 
 @dataclass(frozen=True)
 class Lora:
     """--lora: adapters of rank r. targets: names of modules or the ends of such names; ("all",): all linear layers but
-    the head."""
+    the head. dora, rslora: PEFT's use_dora and use_rslora."""
 
     r: int = _setting(None, int, span=COUNT)
     alpha: float = _setting(None, float, span=POSITIVE)
     targets: tuple[str, ...] = _setting((ALL,), _targets)
     dropout: float = _setting(0.0, float, span=(0, 0.999))
+    dora: bool = _setting(False, _yes)
+    rslora: bool = _setting(False, _yes)
 
     @staticmethod
     def of(value: Any) -> Lora:
@@ -159,7 +174,8 @@ class Lora:
     def __str__(self) -> str:
         """As a flag has it, with defaults too, and all digits."""
         alpha, dropout = (repr(n).removesuffix(".0") for n in (self.alpha, self.dropout))
-        return f"r={self.r},alpha={alpha},targets={','.join(self.targets)}" + f",dropout={dropout}" * bool(self.dropout)
+        more = f",dropout={dropout}" * bool(self.dropout) + ",dora=true" * self.dora + ",rslora=true" * self.rslora
+        return f"r={self.r},alpha={alpha},targets={','.join(self.targets)}{more}"
 
 
 @dataclass(frozen=True)
@@ -271,7 +287,7 @@ def _of_kind(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
         return None
     try:
         found = kind(value)
-        if isinstance(value, bool) or (kind is str and not isinstance(value, str)) or (
+        if (isinstance(value, bool) and kind is not _yes) or (kind is str and not isinstance(value, str)) or (
                 kind is float and not math.isfinite(found)) or (kind is int and float(value) != found):
             raise ValueError
     except (TypeError, ValueError, OverflowError):       # the last: of int(inf)
@@ -418,29 +434,43 @@ def _divisors(n: int) -> str:
 class Flags:
     """How a verb's flags say a plan's settings; a refusal's `text` asks for knows, alone and whole.
 
-    names: of the verb's flags. gpus: a plan's tokens are one GPU's, a verb's are those of all GPUs."""
+    names: of the verb's flags. gpus: a plan's tokens are one GPU's, a verb's are those of all GPUs. typed: of `plan`,
+    the model and the flags as they were typed: a change is told as that command with the change in it."""
 
-    def __init__(self, names: Iterable[str], gpus: int = 1) -> None:
-        self.names, self._gpus = tuple(names), gpus
+    def __init__(self, names: Iterable[str], gpus: int = 1, typed: Mapping[str, Any] | None = None) -> None:
+        self.names, self._gpus, self._typed = tuple(names), gpus, typed
 
-    def knows(self, changes: dict[str, Any]) -> bool:
+    def knows(self, changes: Mapping[str, Any]) -> bool:
         return set(changes) <= set(self.names)
 
-    def alone(self, changes: dict[str, Any]) -> str:
+    def alone(self, changes: Mapping[str, Any]) -> str:
         """As a part of a sentence."""
         gone = [f"--{name}" for name, value in changes.items() if not value]
-        here = shlex.join(w for name, value in changes.items() if value for w in self.flag(name, value))
-        return " ".join([here] * bool(here) + [f"without {', '.join(gone)}"] * bool(gone))
+        words = self._words(changes)
+        return " ".join([shlex.join(words)] * bool(words) + [f"without {', '.join(gone)}"] * bool(gone))
 
-    def whole(self, changes: dict[str, Any]) -> str:
+    def whole(self, changes: Mapping[str, Any]) -> str:
         """As a line."""
-        room = f"     (a folder with {as_size(changes['nvme']['limit'])} free)" if "nvme" in changes else ""
-        return f"{self.alone(changes)}{room}"
+        if self._typed is None:
+            room = f"     (a folder with {as_size(changes['nvme']['limit'])} free)" if "nvme" in changes else ""
+            return f"{self.alone(changes)}{room}"
+        gone = ("picture", *["nvme_limit"] * ("nvme" in changes))
+        typed = {name: self._typed[name] for name in self.names if name in self._typed and name not in gone}
+        return shlex.join(["megatrain", "plan", self._typed["model"], *self._words(typed | changes)])
 
-    def flag(self, name: str, value: Any) -> list[str]:
-        if name == "tokens":
-            value *= self._gpus
-        return [f"--{name}", "FOLDER" if name == "nvme" else as_size(value) if name in SIZES else str(value)]
+    def _words(self, values: Mapping[str, Any]) -> list[str]:
+        found = []
+        for name, value in values.items():
+            if name == "nvme" and self._typed is None:
+                value = value and "FOLDER"
+            elif isinstance(value, dict):
+                value = as_size(value["limit"])
+            elif name in SIZES and isinstance(value, int):
+                value = as_size(value)
+            elif name == "tokens":
+                value *= self._gpus
+            found += [f"--{name.replace('_', '-')}", str(value)] if value else []
+        return found
 
     def told(self, why: MegatrainError) -> str:
         """An exception's message: tokens=1000 becomes --tokens 1000. A machine's name has a grammar of its own."""

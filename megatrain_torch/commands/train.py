@@ -29,7 +29,7 @@ from . import data, folder, launch, models
 from .data import Document
 from .folder import Owned
 from .launch import Team, team_of
-from .rows import Rows, held_out, packed, prompts_too_long, why_alone
+from .rows import fitted, held_out, rows_of
 from .settings import (
     DATA,
     SEQUENCES,
@@ -43,6 +43,7 @@ from .settings import (
     from_json,
     given,
     in_flags,
+    need,
     read_yaml,
     say,
 )
@@ -137,11 +138,7 @@ def check_packages() -> None:
     if many != "1" and not launch.joins():
         raise MegatrainError(f"this is one of {many} processes (WORLD_SIZE) that a launcher started: start one, and "
                              f"--gpus {many} starts the others")
-    gone = [name for name in ("transformers", "accelerate", "trl", "datasets", "rich", "yaml")
-            if importlib.util.find_spec(name) is None]
-    if gone:
-        raise MegatrainError(f"megatrain train needs {' and '.join(gone)}: pip install "
-                             f"{' '.join(gone).replace('yaml', 'pyyaml')}")
+    need("megatrain train needs", "transformers", "accelerate", "trl", "datasets", "rich", "yaml")
 
 
 # ---- what resume checks --------------------------------------------------------------------------
@@ -213,13 +210,14 @@ def _run(settings: Settings, run: Any, checkpoint: Path | None, new_data: bool) 
     from . import loop
 
     began, out, team, owned = time.perf_counter(), Path(settings.out), run.team, run.owned
-    sft, lora = settings.method == "sft", settings.lora
+    lora = settings.lora
     torch.manual_seed(settings.seed)
     with team.as_one():
         loop.given(settings)
         # mt.load takes all that a checkpoint of adapters has, frozen weights too: the model under them is read to have
         # their form. Other methods compare with it.
-        name = models.beneath(settings) if checkpoint is None or lora is not None or not sft else str(checkpoint)
+        whole = checkpoint is not None and lora is None and settings.method == "sft"
+        name = str(checkpoint) if whole else models.beneath(settings)
         source = models.source_of(settings.model) if checkpoint is None else models.Source(name, str(checkpoint))
         # A checkpoint's tokenizer has the chat template that the run began with.
         tokenizer = models.load_tokenizer(source.words, settings.chat_template if checkpoint is None else None)
@@ -227,9 +225,10 @@ def _run(settings: Settings, run: Any, checkpoint: Path | None, new_data: bool) 
         settings = for_model(settings, config)
         if lora is not None:                             # before data and weights are read
             with in_flags("base"):
-                models.check_targets(models.empty(config, settings.base), lora)
+                models.lora_config(models.empty(config, settings.base), lora)
         reward = loop.rewards(settings) if settings.method == "grpo" else None
-    read = team.first_does(lambda: _Data(settings, tokenizer, None if new_data or checkpoint is None else owned))
+    parts, rows, identity = team.first_does(lambda: _read(
+        settings, tokenizer, None if new_data or checkpoint is None else owned)) or (None, None, None)
     with team.as_one():
         # TRL hashes the weights that it asks before the first step, in each process.
         model = models.load_model(source.model, settings.dtype, team.first or settings.method in ("dpo", "kto"),
@@ -237,9 +236,12 @@ def _run(settings: Settings, run: Any, checkpoint: Path | None, new_data: bool) 
         if len(tokenizer) > (there := model.get_input_embeddings().num_embeddings):
             raise MegatrainError(f"the tokenizer has {len(tokenizer)} tokens and the model embeds {there}: they are "
                                  "not of one model")
-    settings, train, held = team.of_first(team.first_does(lambda: read.for_model(model)))
-    if lora is not None:
-        with team.as_one():
+    train, held = team.of_first(team.first_does(lambda: parts if rows is None else fitted(
+        model, settings, tokenizer, parts, rows, settings.device == "cuda")))        # where rows are joined
+    parts = rows = None                                  # documents have as many tokens as the rows
+    with team.as_one():
+        settings = for_data(settings, len(train), SEQUENCES.get(settings.method, 1))
+        if lora is not None:
             model = models.adapted(model, lora, settings.seed)
     with contextlib.ExitStack() as refused:
         team.first_does(lambda: refused.enter_context(_made_if_kept(out)))
@@ -249,14 +251,12 @@ def _run(settings: Settings, run: Any, checkpoint: Path | None, new_data: bool) 
             begin = _words_to_begin(model, settings, train, held)
             trainer = loop.trainer_of(model, tokenizer, settings, train, held, run, how, reward)
         team.first_does(lambda: _check_disk(trainer.model, settings, owned.nbytes if checkpoint is None else 0))
-        team.first_does(lambda: (owned.start if checkpoint is None else owned.go_on)(read.identity))
+        team.first_does(lambda: (owned.start if checkpoint is None else owned.go_on)(identity))
     if team.first:
         if page:
             (out / "plan.html").write_text(page)
         folder.write_yaml(out / folder.CONFIG, settings)
     say(begin)
-    if sft:
-        say_cut(train.cut + held.cut, settings.seq)
     # A run that was stopped in its last step has none left to make: Trainer would make one more.
     over = checkpoint is not None and folder.step_of(checkpoint.name) >= settings.steps
     if stopped := 0 if over else loop.train(trainer, settings, checkpoint):
@@ -329,8 +329,10 @@ def _export_final(model: Any, tokenizer: Any, owned: Owned) -> None:
     half = owned.run / folder.HALF
     shutil.rmtree(half, ignore_errors=True)
     half.mkdir()
+    models.save(model, tokenizer, half, owned.run)
     owned.begin(folder.FINAL, {})
-    models.export(model, tokenizer, owned.run / folder.FINAL, half, lambda half: owned.made(folder.FINAL, half))
+    owned.made(folder.FINAL, half)                       # before it has its name: what has it is whole, and the run's
+    half.rename(owned.run / folder.FINAL)
 
 
 def _say_end(settings: Settings, rose: str, seconds: float) -> None:
@@ -355,37 +357,21 @@ def _push(model: Path, name: str, given: dict[str, Any]) -> None:
 
 # ---- the data ------------------------------------------------------------------------------------
 
-class _Data:
-    """What is trained on, and held out. identity: what tells it from other data. like: a run that had the same."""
-
-    def __init__(self, settings: Settings, tokenizer: Any, like: Owned | None) -> None:
-        self._settings, self._tokenizer = settings, tokenizer
-        told = None if like is None else like.data.get("date")
-        date = datetime.fromisoformat(told) if isinstance(told, str) else datetime.now().replace(microsecond=0)
-        self._parts, self.identity = parts_of(settings, tokenizer, date)
-        self.identity["date"] = date.isoformat()         # templates may tell the model which day it is
-        if like is not None and (said := data.difference(like.data, self.identity)):
-            raise MegatrainError(f"{said}. Put it back as it was to go on to the same bits; megatrain resume "
-                                 f"{like.run} --new-data goes on with this")
-        if settings.method == "sft":                     # what no packing allows is refused before the model is loaded
-            self._rows = rows_of(settings, tokenizer, self._parts)
-            for_data(settings, sum(len(d.parts) if d.whole else math.ceil(len(d) / settings.seq)
-                                   for d in self._parts[0]))
-
-    def for_model(self, model: Any) -> tuple[Settings, Any, Any]:
-        """With rows of one document each, where the model would see others in them."""
-        settings = self._settings
-        if settings.method != "sft":
-            train, held = self._parts
-            return for_data(settings, len(train), SEQUENCES.get(settings.method, 1)), train, held
-        flat = settings.device == "cuda"             # rows of a micro-batch are joined then: they share a row anyhow
-        train, held = self._rows
-        if (flat or train.shared or held.shared) and (why := why_alone(model, settings.seq, flat)):
-            packed_rows = len(train)
-            train, held = rows_of(settings, self._tokenizer, self._parts, alone=True)
-            say_alone(why, packed_rows, len(train))
-        self._parts = self._rows = None              # they have as many tokens as the rows
-        return for_data(settings, len(train)), train, held
+def _read(settings: Settings, tokenizer: Any, like: Owned | None) -> tuple[Any, Any, dict[str, Any]]:
+    """(what is trained on and held out, its rows, what tells it from other data). What no packing allows is refused
+    before a model is loaded. like: a run that had the same data."""
+    told = None if like is None else like.data.get("date")
+    date = datetime.fromisoformat(told) if isinstance(told, str) else datetime.now().replace(microsecond=0)
+    parts, identity = parts_of(settings, tokenizer, date)
+    identity["date"] = date.isoformat()                  # templates may tell the model which day it is
+    if like is not None and (said := data.difference(like.data, identity)):
+        raise MegatrainError(f"{said}. Put it back as it was to go on to the same bits; megatrain resume {like.run} "
+                             "--new-data goes on with this")
+    if settings.method != "sft":
+        return parts, None, identity
+    rows = rows_of(settings, tokenizer, parts)
+    for_data(settings, sum(len(d.parts) if d.whole else math.ceil(len(d) / settings.seq) for d in parts[0]))
+    return parts, rows, identity
 
 
 def parts_of(settings: Settings, tokenizer: Any, date: datetime | None = None
@@ -403,21 +389,6 @@ def parts_of(settings: Settings, tokenizer: Any, date: datetime | None = None
     return parts, data.identity(settings, found, held)
 
 
-def rows_of(settings: Settings, tokenizer: Any, parts: tuple[list[Document], list[Document]],
-            alone: bool = False) -> tuple[Rows, Rows]:
-    filler = next((t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id) if t is not None), 0)
-    train, held = (packed(part, settings.seq, filler, alone) for part in parts)
-    if train.targets == 0:
-        if parts[0] and (why := prompts_too_long(parts[0], settings.seq)):
-            raise MegatrainError(f"{', '.join(settings.data)}: {why}")
-        tokens = sum(len(d) for part in parts for d in part)
-        aside = (f"{settings.validation:.0%} of them are held out (--validation), and the rest"
-                 if isinstance(settings.validation, float) else "and that")
-        raise MegatrainError(f"the data has {tokens} tokens; {aside}, in rows of {settings.seq} (--seq), has none to "
-                             "learn")
-    return train, held
-
-
 def say_unknown(found: list[Document], tokenizer: Any) -> None:
     """A tokenizer of another language or alphabet makes the same token of all that it does not know."""
     unknown = tokenizer.unk_token_id
@@ -425,12 +396,3 @@ def say_unknown(found: list[Document], tokenizer: Any) -> None:
     if unknown != tokenizer.eos_token_id and share > UNKNOWN:
         say(f"{share:.0%} of the data's tokens are {tokenizer.unk_token!r}, which stands for what the model's "
             "tokenizer does not know; it will write that too")
-
-
-def say_cut(cut: int, seq: int) -> None:
-    if cut:
-        say(f"{cut} conversations are longer than {seq} tokens and lost their end; --seq makes room")
-
-
-def say_alone(why: str, packed_rows: int, rows: int) -> None:
-    say(f"{why}; so each has rows of its own, filled up at the end: {rows} rows, not {packed_rows}")
