@@ -22,18 +22,8 @@ import numpy as np
 
 from megatrain_torch import MegatrainError
 
-from .records import (
-    ANSWERED,
-    KNOWN,
-    Chat,
-    Template,
-    as_asked,
-    files_of,
-    messages_of,
-    records,
-    rendered,
-    with_prompt,
-)
+from . import records
+from .records import Chat, Template
 from .settings import Settings, say
 
 T = TypeVar("T")
@@ -154,8 +144,8 @@ def _document(record: dict[str, Any], template: Template, tokenizer: Any, column
               ) -> Document | str:
     """A text stays one here: many are tokenized together."""
     if column is None:
-        record = as_asked(record, bool(tokenizer.chat_template), where)
-    field = column or next((k for k in KNOWN if k in record), None)
+        record = records.as_asked(record, bool(tokenizer.chat_template), where)
+    field = column or next((k for k in records.KNOWN if k in record), None)
     if field is None or field not in record:
         way = "" if column else ", or call two instruction and output, or question and answer"
         raise MegatrainError(f"{where} has {', '.join(map(repr, record))} and no "
@@ -164,23 +154,24 @@ def _document(record: dict[str, Any], template: Template, tokenizer: Any, column
     if field == "prompt":
         return _completion(record, template, tokenizer, where)
     if isinstance(value, list):
-        return _talk(rendered(messages_of(value, where), template.for_record(record, where)), template, tokenizer)
-    if isinstance(value, str) and field not in KNOWN[:2]:
+        messages = records.messages_of(value, where)
+        return _talk(records.rendered(messages, template.for_record(record, where)), template, tokenizer)
+    if isinstance(value, str) and field not in records.KNOWN[:2]:
         return value
     kind = "null" if value is None else f"a {type(value).__name__}"
-    needed = "a list of messages" if field in KNOWN[:2] else "a text, or a list of messages,"
+    needed = "a list of messages" if field in records.KNOWN[:2] else "a text, or a list of messages,"
     raise MegatrainError(f"{where}: {field} is {kind}: {needed} is needed")
 
 
 def _completion(record: dict[str, Any], template: Template, tokenizer: Any, where: str) -> Document:
-    prompt, name = record["prompt"], next((n for n in ("completion", *ANSWERED) if n in record), "completion")
+    prompt, name = record["prompt"], next((n for n in ("completion", *records.ANSWERED) if n in record), "completion")
     answer = record.get(name)
     if isinstance(prompt, list) and answer is None:
         raise MegatrainError(f"{where}: prompt is a list of messages and needs a completion beside it; if it is the "
                              "whole conversation, rename it to messages")
     if isinstance(prompt, list) and isinstance(answer, list) and answer:
-        messages = messages_of(prompt, where) + messages_of(answer, where)
-        return _talk(rendered(messages, template.for_record(record, where), len(prompt)), template, tokenizer)
+        messages = records.messages_of(prompt, where) + records.messages_of(answer, where)
+        return _talk(records.rendered(messages, template.for_record(record, where), len(prompt)), template, tokenizer)
     if isinstance(prompt, list) or isinstance(answer, list):
         kinds = ["a list of messages" if value and isinstance(value, list) else "an empty list" if value == [] else
                  "a text" if isinstance(value, str) else f"a {type(value).__name__}" for value in (prompt, answer)]
@@ -212,10 +203,10 @@ def _talk(chats: list[Chat], template: Template, tokenizer: Any) -> Document:
 
 def pair(record: dict[str, Any], method: str, chat: bool, where: str) -> Pair:
     """A record as the method takes it."""
-    made, needed = dict(with_prompt(record, chat, where)), NEEDED[method]
+    made, needed = dict(records.with_prompt(record, chat, where)), NEEDED[method]
     for name in ("prompt", "chosen", "rejected", "completion"):
         if isinstance(made.get(name), list):
-            made[name] = messages_of(made[name], f"{where}: {name}")
+            made[name] = records.messages_of(made[name], f"{where}: {name}")
     if missing := [name for name in needed if made.get(name) in (None, "", [])]:
         raise MegatrainError(f"{where} has {', '.join(map(repr, record))} and no {missing[0]}: --method {method} "
                              f"trains on records of {', '.join(needed)}")
@@ -375,10 +366,10 @@ def sources(settings: Settings, words: tuple[str, ...], tokenizer: Any, date: da
         raise MegatrainError(f"data={words[0]}: a weight is a share among several sources, and this is one alone; all "
                              f"of it is taken as {found[0][0]}")
     for name, _ in found:
-        files_of(name)                       # what is not there is said before hours of tokenizing
-    return [Source(name, weight, pairs(records(name, settings.split), settings.method, tokenizer, name)
+        records.files_of(name)                       # what is not there is said before hours of tokenizing
+    return [Source(name, weight, pairs(records.records(name, settings.split), settings.method, tokenizer, name)
                    if settings.method != "sft" else
-                   documents(records(name, settings.split), tokenizer, settings.column, name, date))
+                   documents(records.records(name, settings.split), tokenizer, settings.column, name, date))
             for name, weight in found]
 
 

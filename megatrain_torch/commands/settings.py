@@ -38,7 +38,7 @@ SAME = {"learning_rate": "lr", "max_steps": "steps", "num_train_epochs": "epochs
         "adam_beta2": "beta2", "gradient_accumulation_steps": "micro", "hub_model_id": "push_to_hub"}
 # What others call a setting, for messages.
 ALSO = {"batch_size": "tokens", "per_device_train_batch_size": "tokens", "dataset": "data", "model_name": "model",
-        "warmup_ratio": "warmup", "text_column": "column", "val_split": "validation"}
+        "warmup_ratio": "warmup", "text_column": "column", "val_split": "validation", "rank": "r"}
 LEAST = {"kto": 2, "grpo": 8}            # records of a step: KTO compares them, GRPO answers of one prompt
 SEQUENCES = {"dpo": 2, "orpo": 2, "reward": 2}       # of tokens, that a record has
 STEPS_LEAST = 20                         # steps of an epoch, where `tokens` is not given

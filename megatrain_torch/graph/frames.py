@@ -182,9 +182,10 @@ class ReplayFrame:
     """Hooks of a window whose forward runs again in backward: every saved tensor becomes (frame, number), and the first
     that is asked for makes all.
 
-    Holds the inputs (detached, containers copied), the modules' classes and hooks, the buffers' values, the random state and the
-    autocast state from before the first run, and a sum of the bits of each row that it gave. Where the code cannot be
-    followed, or reads something that has changed since, the forward runs again to its end, and has to give these.
+    Holds the inputs (detached, containers copied), classes and hooks of the modules, the buffers' values, the random
+    state and the autocast state from before the first run, and a sum of the bits of each row that it gave. Where the
+    code cannot be followed, or reads something that has changed since, the forward runs again to its end, and has to
+    give these.
     """
 
     def __init__(self, window: Window, args: Any, kwargs: Any, reading: Reading | None) -> None:
@@ -343,7 +344,7 @@ Hooks = list[tuple[dict[int, Any], dict[int, Any]]]      # tables of modules tha
 
 
 def _hooks(window: Window) -> Hooks:
-    """Those of forward, which may be there for one call of the model alone: PEFT's of activated LoRA hand each layer the
+    """Those of forward. They may be there for one call of the model: PEFT's of activated LoRA hand each layer the
     call's offsets, and are gone when a layer runs again."""
     if not any(window.hooks):
         return []
