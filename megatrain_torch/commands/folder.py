@@ -32,7 +32,7 @@ from typing import Any
 import megatrain_torch as mt
 from megatrain_torch import MegatrainError
 
-from .settings import Settings, from_json, near, read_yaml, say
+from .settings import Settings, near, read_table, read_yaml, say
 
 MARKER, LOCK = "megatrain-run.json", ".megatrain-run.lock"
 PROGRAM, VERSION = "megatrain", 1
@@ -62,8 +62,8 @@ class Owned:
         where = self.run / MARKER
         if not where.is_file():
             return
-        found = from_json(where.read_bytes(), str(where))
-        if not isinstance(found, dict) or (found.get("program"), found.get("version")) != (PROGRAM, VERSION):
+        found = read_table(where)
+        if (found.get("program"), found.get("version")) != (PROGRAM, VERSION):
             raise MegatrainError(f"{where}: a table of program {PROGRAM!r}, version {VERSION}, is needed")
         self.data, self.entries = found.get("data"), found.get("entries")
         if not isinstance(self.data, dict) or not isinstance(self.entries, dict):
@@ -130,16 +130,15 @@ class Owned:
 
     def strangers(self) -> list[str]:
         """Names in the folder that a run gives, of what this run did not make, or not as it is now."""
-        found = []
-        for name in sorted(p.name for p in self.run.iterdir()) if self.run.is_dir() else ():
-            if name in _WHOLES or name == FINAL or _CHECKPOINT.fullmatch(name):
-                found += self.changed(name) if _entry_of(name) in self.entries else [name]
-        return found
+        names = sorted(p.name for p in self.run.iterdir()) if self.run.is_dir() else ()
+        return [path for name in names if name in _WHOLES or name == FINAL or _CHECKPOINT.fullmatch(name)
+                for path in self.changed(name)]
 
     def changed(self, name: str) -> list[str]:
-        """Of a listed entry the paths, from the run's folder, that are not as the run left them."""
+        """Of an entry the paths, from the run's folder, that are not as the run left them; of none that is listed its
+        name."""
         entry, path = self.entries.get(_entry_of(name)), self.run / name
-        if path.is_symlink():
+        if entry is None or path.is_symlink():
             return [name]
         if not isinstance(entry, dict) or name != _entry_of(name):
             return [] if path.is_dir() == (entry != FILE) else [name]
@@ -156,15 +155,15 @@ class Owned:
     def begin(self, name: str, entry: Entry) -> None:
         """Lists what will be made, before it is."""
         path = self.run / name
-        if os.path.lexists(path) and (name not in self.entries or self.changed(name)):
+        if os.path.lexists(path) and self.changed(name):
             raise MegatrainError(f"{path} is there, and this run did not make it, or not as it is now: it stays; move "
                                  "it away, and resume")
         self.entries[name] = entry
         self._write()
 
-    def made(self, name: str, at: Path | None = None) -> None:
-        """A folder is whole: what is in it is the run's, as it is now. at: where it is until it has its name."""
-        path = at or self.run / name
+    def made(self, name: str, at: str = "") -> None:
+        """A folder is whole: what is in it is the run's, as it is now. at: its name until it has this one."""
+        path = self.run / (at or name)
         self.entries[name] = {file: _mark(path / file) for file in _files(path)}
         self._write()
 

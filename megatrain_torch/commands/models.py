@@ -27,7 +27,7 @@ from megatrain_torch import MegatrainError
 
 from . import folder
 from .folder import ADAPTER
-from .settings import ALL, Lora, Settings, from_json, near, need
+from .settings import ALL, Lora, Settings, near, need, read_table
 
 # What a tokenizer's files begin with, one of them at least.
 TOKENIZER_FILES = ("tokenizer", "tekken", "vocab", "merges", "spiece", "sentencepiece", "spm", "source.spm")
@@ -54,9 +54,7 @@ def source_of(name: str, step: Path | None = None) -> Source:
             return Source(str(at), str(at))
         return Source(beneath(settings), str(at), at, settings.base, settings.dtype)
     if (run / ADAPTER).is_file() and not (run / "config.json").is_file():
-        there = from_json((run / ADAPTER).read_bytes(), str(run / ADAPTER))
-        model = there.get("base_model_name_or_path") if isinstance(there, dict) else None
-        if not isinstance(model, str):
+        if not isinstance(model := read_table(run / ADAPTER).get("base_model_name_or_path"), str):
             raise MegatrainError(f"{run / ADAPTER} has no base_model_name_or_path, the model that it is an adapter of")
         return Source(model, name if _has_words(run) else model, run)
     return Source(name, name)
@@ -76,10 +74,7 @@ def dtype_of(checkpoint: Path) -> str | None:
     path = checkpoint / "config.json"
     if not path.is_file() and (checkpoint / ADAPTER).is_file():
         return None
-    found = from_json(path.read_bytes(), str(path))
-    if not isinstance(found, dict):
-        raise MegatrainError(f"{path}: a table is needed")
-    return found.get("dtype")
+    return read_table(path).get("dtype")
 
 
 def _has_words(path: Path) -> bool:

@@ -214,5 +214,5 @@ def _refused(found: Any, shell: Flags) -> dict[str, Any]:
     return {"fits": False, "why": found.why.splitlines()[0], "vram": found.vram, "host": found.host,
             "vram_bytes": sum(found.vram.values()), "host_bytes": sum(found.host.values()), "changes": found.alone,
             "ways": [{"changes": way.changes, "tokens_per_second": way.tokens_per_second,
-                      "command": shell.whole(way.changes)} for way in found.ways[:WAYS]],
+                      "command": shell(way.changes, line=True)} for way in found.ways[:WAYS]],
             "machine": {f"{name}_bytes": need for name, (need, _) in found.machine.items()}}

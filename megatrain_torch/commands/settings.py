@@ -83,6 +83,13 @@ def from_json(text: str | bytes, where: str) -> Any:
     raise MegatrainError(f"{where}: {said}")
 
 
+def read_table(path: Path) -> dict[str, Any]:
+    """A file of JSON that holds one."""
+    if not isinstance(found := from_json(path.read_bytes(), str(path)), dict):
+        raise MegatrainError(f"{path}: a table is needed")
+    return found
+
+
 # ---- the table -----------------------------------------------------------------------------------
 
 def _words(value: Any) -> tuple[str, ...]:
@@ -432,7 +439,7 @@ def _divisors(n: int) -> str:
 # ---- messages in a shell -------------------------------------------------------------------------
 
 class Flags:
-    """How a verb's flags say a plan's settings; a refusal's `text` asks for knows, alone and whole.
+    """How a verb's flags say a plan's settings, and a refusal's changes of them (Refusal.text).
 
     names: of the verb's flags. gpus: a plan's tokens are one GPU's, a verb's are those of all GPUs. typed: of `plan`,
     the model and the flags as they were typed: a change is told as that command with the change in it."""
@@ -440,23 +447,17 @@ class Flags:
     def __init__(self, names: Iterable[str], gpus: int = 1, typed: Mapping[str, Any] | None = None) -> None:
         self.names, self._gpus, self._typed = tuple(names), gpus, typed
 
-    def knows(self, changes: Mapping[str, Any]) -> bool:
-        return set(changes) <= set(self.names)
-
-    def alone(self, changes: Mapping[str, Any]) -> str:
-        """As a part of a sentence."""
-        gone = [f"--{name}" for name, value in changes.items() if not value]
-        words = self._words(changes)
-        return " ".join([shlex.join(words)] * bool(words) + [f"without {', '.join(gone)}"] * bool(gone))
-
-    def whole(self, changes: Mapping[str, Any]) -> str:
-        """As a line."""
-        if self._typed is None:
-            room = f"     (a folder with {as_size(changes['nvme']['limit'])} free)" if "nvme" in changes else ""
-            return f"{self.alone(changes)}{room}"
-        gone = ("picture", *["nvme_limit"] * ("nvme" in changes))
-        typed = {name: self._typed[name] for name in self.names if name in self._typed and name not in gone}
-        return shlex.join(["megatrain", "plan", self._typed["model"], *self._words(typed | changes)])
+    def __call__(self, changes: dict[str, Any], line: bool = False) -> str | None:
+        """As a part of a sentence, or as a line. None: the verb has no flag for it."""
+        if not set(changes) <= set(self.names):
+            return None
+        if line and self._typed is not None:
+            gone = ("picture", *["nvme_limit"] * ("nvme" in changes))
+            typed = {name: self._typed[name] for name in self.names if name in self._typed and name not in gone}
+            return shlex.join(["megatrain", "plan", self._typed["model"], *self._words(typed | changes)])
+        words, gone = self._words(changes), ", ".join(f"--{name}" for name, value in changes.items() if not value)
+        room = f"     (a folder with {as_size(changes['nvme']['limit'])} free)" if line and "nvme" in changes else ""
+        return " ".join([shlex.join(words)] * bool(words) + [f"without {gone}"] * bool(gone)) + room
 
     def _words(self, values: Mapping[str, Any]) -> list[str]:
         found = []

@@ -40,10 +40,10 @@ from .settings import (
     for_gpus,
     for_machine,
     for_model,
-    from_json,
     given,
     in_flags,
     need,
+    read_table,
     read_yaml,
     say,
 )
@@ -117,8 +117,6 @@ def _start(settings: Settings, words: list[str], owned: Owned, check: Callable[[
         return launch.launch(words, settings.gpus)
     import datasets
 
-    from .loop import Run
-
     datasets.disable_progress_bars()
     # Of names that TRL still gives to transformers.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl)\.")
@@ -126,8 +124,7 @@ def _start(settings: Settings, words: list[str], owned: Owned, check: Callable[[
           tempfile.TemporaryDirectory(prefix="megatrain-") as own):
         team.first_does(lambda: stack.enter_context(owned.locked()))
         checkpoint = team.of_first(team.first_does(check))
-        run = Run(team, owned, 0, {"lora": settings.lora, "base": settings.base}, convert, team.of_first(own))
-        _run(settings, run, checkpoint, new_data)
+        _run(settings, team, owned, checkpoint, convert, new_data, team.of_first(own))
     return 0
 
 
@@ -190,8 +187,7 @@ def _check_state(checkpoint: Path) -> None:
     from transformers.trainer_pt_utils import safe_globals
 
     path, randoms = checkpoint / folder.WHOLE, sorted(checkpoint.glob("rng_state*.pth"))     # of each process
-    found = from_json(path.read_bytes(), str(path))
-    found = found if isinstance(found, dict) else {}
+    found = read_table(path)
     for name, kinds in (("global_step", (int,)), ("epoch", (int, float, type(None))), ("log_history", (list,))):
         if type(found.get(name, ...)) not in kinds or found["global_step"] != folder.step_of(checkpoint.name):
             raise MegatrainError(f"{path}: its {name} is not that of this checkpoint")
@@ -206,22 +202,16 @@ def _check_state(checkpoint: Path) -> None:
 
 # ---- the run -------------------------------------------------------------------------------------
 
-def _run(settings: Settings, run: Any, checkpoint: Path | None, new_data: bool) -> None:
+def _run(settings: Settings, team: Team, owned: Owned, checkpoint: Path | None, convert: bool, new_data: bool,
+         scratch: str) -> None:
+    """scratch: a folder for the time of the command, the same for all processes."""
     from . import loop
 
-    began, out, team, owned = time.perf_counter(), Path(settings.out), run.team, run.owned
-    lora = settings.lora
+    began, out, lora = time.perf_counter(), Path(settings.out), settings.lora
     torch.manual_seed(settings.seed)
     with team.as_one():
         loop.given(settings)
-        # mt.load takes all that a checkpoint of adapters has, frozen weights too: the model under them is read to have
-        # their form. Other methods compare with it.
-        whole = checkpoint is not None and lora is None and settings.method == "sft"
-        name = str(checkpoint) if whole else models.beneath(settings)
-        source = models.source_of(settings.model) if checkpoint is None else models.Source(name, str(checkpoint))
-        # A checkpoint's tokenizer has the chat template that the run began with.
-        tokenizer = models.load_tokenizer(source.words, settings.chat_template if checkpoint is None else None)
-        config = models.load_config(source.model)
+        source, tokenizer, config = _named(settings, checkpoint)
         settings = for_model(settings, config)
         if lora is not None:                             # before data and weights are read
             with in_flags("base"):
@@ -245,11 +235,11 @@ def _run(settings: Settings, run: Any, checkpoint: Path | None, new_data: bool) 
             model = models.adapted(model, lora, settings.seed)
     with contextlib.ExitStack() as refused:
         team.first_does(lambda: refused.enter_context(_made_if_kept(out)))
-        run.tokens = settings.tokens
         with in_flags(*PLANNED, gpus=settings.gpus):
             settings, how, page = _planned(model, settings, team)
             begin = _words_to_begin(model, settings, train, held)
-            trainer = loop.trainer_of(model, tokenizer, settings, train, held, run, how, reward)
+            run = loop.Run(settings, team, owned, convert, scratch)
+            trainer = loop.trainer_of(run, model, tokenizer, train, held, how, reward)
         team.first_does(lambda: _check_disk(trainer.model, settings, owned.nbytes if checkpoint is None else 0))
         team.first_does(lambda: (owned.start if checkpoint is None else owned.go_on)(identity))
     if team.first:
@@ -259,14 +249,33 @@ def _run(settings: Settings, run: Any, checkpoint: Path | None, new_data: bool) 
     say(begin)
     # A run that was stopped in its last step has none left to make: Trainer would make one more.
     over = checkpoint is not None and folder.step_of(checkpoint.name) >= settings.steps
-    if stopped := 0 if over else loop.train(trainer, settings, checkpoint):
+    if stopped := 0 if over else loop.train(trainer, checkpoint):
         team.of_first(None)              # which may be writing still
         say(f"stopped at step {trainer.state.global_step}; megatrain resume {out} goes on")
         raise Stopped(stopped)
     team.first_does(lambda: _export_final(trainer.model, tokenizer, owned))
-    _say_end(settings, trainer.rose(), time.perf_counter() - began)
+    rose, chat = trainer.rose(), " --chat" if folder.is_chat(str(out)) else ""
+    end = "done" if not rose else f"{rose}: the run diverged, and a lower --lr than {settings.lr:g} may not; over"
+    say(f"{end} in {time.perf_counter() - began:.0f} s; the {'model' if lora is None else 'adapter'} is "
+        f"{out / folder.FINAL}")
+    tried = "" if settings.method == "reward" else f"try it: megatrain generate {out}{chat} --prompt '...'     "
+    say(f"{tried}look: megatrain report {out}")
     if settings.push_to_hub is not None:
         team.first_does(lambda: _push(out / folder.FINAL, settings.push_to_hub, loop.given(settings)))
+
+
+def _named(settings: Settings, checkpoint: Path | None) -> tuple[models.Source, Any, Any]:
+    """(what the model is read from, tokenizer, config)."""
+    if checkpoint is None:
+        source = models.source_of(settings.model)
+    else:
+        # mt.load takes all that a checkpoint of adapters has, frozen weights too: the model under them is read to have
+        # their form. Other methods compare with it.
+        whole = settings.lora is None and settings.method == "sft"
+        source = models.Source(str(checkpoint) if whole else models.beneath(settings), str(checkpoint))
+    # A checkpoint's tokenizer has the chat template that the run began with.
+    tokenizer = models.load_tokenizer(source.words, settings.chat_template if checkpoint is None else None)
+    return source, tokenizer, models.load_config(source.model)
 
 
 @contextlib.contextmanager
@@ -331,17 +340,8 @@ def _export_final(model: Any, tokenizer: Any, owned: Owned) -> None:
     half.mkdir()
     models.save(model, tokenizer, half, owned.run)
     owned.begin(folder.FINAL, {})
-    owned.made(folder.FINAL, half)                       # before it has its name: what has it is whole, and the run's
+    owned.made(folder.FINAL, folder.HALF)                # before it has its name: what has it is whole, and the run's
     half.rename(owned.run / folder.FINAL)
-
-
-def _say_end(settings: Settings, rose: str, seconds: float) -> None:
-    out = settings.out
-    end = "done" if not rose else f"{rose}: the run diverged, and a lower --lr than {settings.lr:g} may not; over"
-    say(f"{end} in {seconds:.0f} s; the {'model' if settings.lora is None else 'adapter'} is {out}/{folder.FINAL}")
-    chat = " --chat" if folder.is_chat(out) else ""
-    tried = "" if settings.method == "reward" else f"try it: megatrain generate {out}{chat} --prompt '...'     "
-    say(f"{tried}look: megatrain report {out}")
 
 
 def _push(model: Path, name: str, given: dict[str, Any]) -> None:

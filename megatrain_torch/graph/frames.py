@@ -340,10 +340,10 @@ def _give_classes(classes: list[tuple[nn.Module, type]]) -> None:
             object.__setattr__(module, "__class__", kind)
 
 
-Hooks = list[tuple[dict[int, Any], dict[int, Any]]]      # tables of modules that are not empty, and copies of them
+_Hooks = list[tuple[dict[int, Any], dict[int, Any]]]      # tables of modules that are not empty, and copies of them
 
 
-def _hooks(window: Window) -> Hooks:
+def _hooks(window: Window) -> _Hooks:
     """Those of forward. They may be there for one call of the model: PEFT's of activated LoRA hand each layer the
     call's offsets, and are gone when a layer runs again."""
     if not any(window.hooks):
@@ -353,7 +353,7 @@ def _hooks(window: Window) -> Hooks:
                           m._forward_pre_hooks, m._forward_pre_hooks_with_kwargs) if table]
 
 
-def _change_hooks(there: Hooks, wanted: Hooks) -> None:
+def _change_hooks(there: _Hooks, wanted: _Hooks) -> None:
     if there != wanted:
         for table, _ in there:
             table.clear()
