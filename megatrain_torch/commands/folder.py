@@ -221,9 +221,10 @@ class Owned:
 
     @property
     def nbytes(self) -> int:
-        """Of what is listed in folders; frozen weights, which checkpoints share by links of one name, count once."""
-        return sum(size for _, size, _ in {(file, *mark) for entry in self.entries.values() if isinstance(entry, dict)
-                                           for file, mark in entry.items() if mark})
+        """Of what is in folders that are listed; a file that checkpoints share by links counts once."""
+        folders = [path for name in self.entries if not (path := self.run / name).is_symlink()]
+        found = [(path / file).lstat() for path in folders for file in _files(path)]
+        return sum({(s.st_dev, s.st_ino): s.st_size for s in found}.values())
 
     def _remove_drafts(self, name: str) -> None:
         """What killed saves of a checkpoint left: the lock is this process's, so nobody writes there."""
