@@ -331,16 +331,13 @@ def rendered(messages: list[Message], template: Template, first: int = 0) -> lis
     if not said:
         raise MegatrainError(f"{template.where}: no message is the assistant's, and nothing else is learned of a "
                              "conversation")
-    each = [_answered(messages[:i + 1], template) for i in said]
+    shown = [template(messages[:i + 1]) for i in said]
+    each, whole = [_answered(messages[:i + 1], text, template) for i, text in zip(said, shown)], shown[-1]
     # What is "" but for its end is a call of tools that the template leaves out.
     each = [chat for chat in each if (text := chat.text[slice(*chat.answers[0])].strip()).removesuffix(
         template.end_of(text)).strip()]
     if not each:
         raise MegatrainError(f"{template.where}: the chat template shows nothing of what the assistant says")
-    try:
-        whole = template(messages[:said[-1] + 1])
-    except MegatrainError:
-        whole = ""
     if not all(whole.startswith(chat.text) for chat in each):
         return each
     places = []
@@ -351,14 +348,14 @@ def rendered(messages: list[Message], template: Template, first: int = 0) -> lis
     return [Chat(whole[:places[-1][1]], places)]
 
 
-def _answered(messages: list[Message], template: Template) -> Chat:
-    """Up to the end of the last message, which is learned."""
+def _answered(messages: list[Message], text: str, template: Template) -> Chat:
+    """Up to the end of the last message, which is learned. text: as the template shows them."""
     def begin_of_content() -> int:
         with contextlib.suppress(MegatrainError):
             return _same(template([*before, {**messages[-1], "content": _PROBE}]), text)
         return len(text)
 
-    text, before = template(messages), messages[:-1]
+    before = messages[:-1]
     try:
         prompt = template(before, prompt=True)
     except MegatrainError:                           # nobody spoke before, and the template wants somebody
