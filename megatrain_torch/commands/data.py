@@ -272,8 +272,9 @@ def _marked(chat: Chat, tokenizer: Any) -> tuple[list[int], list[bool]]:
 # ---- long texts ----------------------------------------------------------------------------------
 # One call of a tokenizer takes 200 bytes a character, so a long text is tokenized in passages, several at once. Each is
 # read with some of the text before and behind it, and has the tokens that begin in it: those of one call, where both
-# passages have the same tokens around their border. Where they have not (the same few characters again and again), and
-# with tokenizers in Python, which tell no places, the text is cut there: the border is hard.
+# passages have the same tokens around their border. Where they have not (the same few characters again and again), the
+# later one is read anew, from where the last token of the one before ends. A tokenizer in Python tells no places: its
+# passages are read by themselves.
 
 def ids_of(text: str, tokenizer: Any) -> np.ndarray:
     """[n] tokens of a text, with its own beginning and end; none, if it is empty."""
@@ -284,24 +285,21 @@ def ids_of(text: str, tokenizer: Any) -> np.ndarray:
 
 
 def _passages(text: str, tokenizer: Any) -> Iterator[np.ndarray]:
-    """Tokens of each passage. One that disagrees with the next about their border is tokenized anew, and so is that;
-    what each has at its other border stays: a passage is longer than AROUND."""
-    borders = [0]
+    """Tokens of each passage."""
+    borders, around = [0], AROUND if tokenizer.is_fast else 0
     while len(text) - borders[-1] > 2 * PASSAGE:
         near = borders[-1] + PASSAGE                     # behind a paragraph, a line or a word that ends shortly before
         ends = ((text.rfind(mark, near - PASSAGE // 2, near), mark) for mark in ("\n\n", "\n", " "))
         borders.append(next((at + len(mark) for at, mark in ends if at >= 0), near))
     places = list(pairwise([*borders, len(text)]))
-    hard = {0, len(text)} if tokenizer.is_fast else {0, *borders, len(text)}      # where nothing is read beyond
     (ids, at), begun = (np.zeros(0), np.zeros(0)), 0     # of the passage before
     for some in (places[i:i + AT_ONCE] for i in range(0, len(places), AT_ONCE)):
-        for here, (begin, end) in zip(_read(text, some, hard, tokenizer), some):
+        for here, (begin, end) in zip(_read(text, some, around, around, tokenizer), some):
             if begin:
                 pair = [_between(*one, begin - SAME, begin + SAME) for one in ((ids, at), here)]
-                if begin not in hard and not all(map(np.array_equal, *pair)):
-                    hard.add(begin)
-                    [(ids, at)] = _read(text, [(begun, begin)], hard, tokenizer)
-                    [here] = _read(text, [(begin, end)], hard, tokenizer)
+                if around and not all(map(np.array_equal, *pair)):
+                    begin = next((int(a) for a in at[np.searchsorted(at, begin):]), begin)
+                    [here] = _read(text, [(begin, end)], 0, around, tokenizer)
                 yield _between(ids, at, begun, begin)[0].copy()
             (ids, at), begun = here, begin
     yield _between(ids, at, begun, len(text))[0].copy()
@@ -312,15 +310,16 @@ def _between(ids: np.ndarray, at: np.ndarray, begin: int, end: int) -> tuple[np.
     return ids[some], at[some]
 
 
-def _read(text: str, places: list[tuple[int, int]], hard: set[int], tokenizer: Any
+def _read(text: str, places: list[tuple[int, int]], before: int, behind: int, tokenizer: Any
           ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of each passage and what is read around it: its tokens, and the characters that they begin at."""
-    begins = [a if a in hard else max(0, a - AROUND) for a, _ in places]
-    texts = [text[begin:b if b in hard else b + AROUND] for begin, (_, b) in zip(begins, places)]
-    made = tokenizer(texts, add_special_tokens=False, verbose=False, return_attention_mask=False,
+    """Of each passage, and of so many characters before and behind it: its tokens, and the characters that they begin
+    at."""
+    begins = [max(0, a - before) for a, _ in places]
+    made = tokenizer([text[begin:b + behind] for begin, (_, b) in zip(begins, places)], add_special_tokens=False,
+                     verbose=False, return_attention_mask=False,
                      **{"return_offsets_mapping": True} if tokenizer.is_fast else {})
     ids = [compact(some) for some in made["input_ids"]]
-    if not tokenizer.is_fast:                            # cut at both ends: all tokens are the passage's own
+    if not tokenizer.is_fast:                            # all tokens are the passage's own
         return [(some, np.full(len(some), a)) for some, a in zip(ids, begins)]
     return [(some, a + np.fromiter((first for first, _ in offsets), np.int64, len(some)))
             for some, a, offsets in zip(ids, begins, made["offset_mapping"])]
