@@ -468,7 +468,7 @@ class Flags:
                 value = as_size(value["limit"])
             elif name in SIZES and isinstance(value, int):
                 value = as_size(value)
-            elif name == "tokens":
+            elif name == "tokens" and value:
                 value *= self._gpus
             found += [f"--{name.replace('_', '-')}", str(value)] if value else []
         return found
