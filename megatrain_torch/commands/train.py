@@ -266,13 +266,11 @@ def _run(settings: Settings, team: Team, owned: Owned, checkpoint: Path | None, 
 
 def _named(settings: Settings, checkpoint: Path | None) -> tuple[models.Source, Any, Any]:
     """(what the model is read from, tokenizer, config)."""
-    if checkpoint is None:
-        source = models.source_of(settings.model)
-    else:
-        # mt.load takes all that a checkpoint of adapters has, frozen weights too: the model under them is read to have
-        # their form. Other methods compare with it.
-        whole = settings.lora is None and settings.method == "sft"
-        source = models.Source(str(checkpoint) if whole else models.beneath(settings), str(checkpoint))
+    # mt.load takes all that a checkpoint of adapters has, frozen weights too: the model under them is read to have their
+    # form. Other methods compare with it. A run does not begin with adapters: that is refused there.
+    whole = checkpoint is not None and settings.lora is None and settings.method == "sft"
+    name = str(checkpoint) if whole else models.beneath(settings)
+    source = models.source_of(settings.model) if checkpoint is None else models.Source(name, str(checkpoint))
     # A checkpoint's tokenizer has the chat template that the run began with.
     tokenizer = models.load_tokenizer(source.words, settings.chat_template if checkpoint is None else None)
     return source, tokenizer, models.load_config(source.model)
