@@ -266,8 +266,8 @@ def _run(settings: Settings, team: Team, owned: Owned, checkpoint: Path | None, 
 
 def _named(settings: Settings, checkpoint: Path | None) -> tuple[models.Source, Any, Any]:
     """(what the model is read from, tokenizer, config)."""
-    # mt.load takes all that a checkpoint of adapters has, frozen weights too: the model under them is read to have their
-    # form. Other methods compare with it. A run does not begin with adapters: that is refused there.
+    # mt.load takes all that a checkpoint of adapters has, frozen weights too: the model under them is read to have
+    # their form. Other methods compare with it. That a run would begin with adapters over a model is refused there.
     whole = checkpoint is not None and settings.lora is None and settings.method == "sft"
     name = str(checkpoint) if whole else models.beneath(settings)
     source = models.source_of(settings.model) if checkpoint is None else models.Source(name, str(checkpoint))
