@@ -15,7 +15,7 @@ from test_cli import bytes_tokenizer
 
 from megatrain_torch import MegatrainError
 from megatrain_torch.commands import data, rows
-from megatrain_torch.commands.chats import Template, rendered
+from megatrain_torch.commands.records import Template, rendered
 
 TRL = importlib.util.find_spec("trl")
 FOLDER = Path(TRL.origin).parent / "chat_templates" if TRL else Path()

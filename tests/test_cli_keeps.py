@@ -66,7 +66,7 @@ def again(run: Path, toy: str, *words: Any) -> tuple[Any, ...]:  # noqa: F811
 
 def test_a_run_lists_what_it_made(run: Path) -> None:
     names = {p.name for p in run.iterdir()}
-    owned = Owned.opened(run)
+    owned = Owned(run)
     assert names - {MARKER} <= owned.entries.keys() and {"checkpoint-2", "checkpoint-3", "model", MARKER} <= names
     assert not owned.strangers() and set(owned.entries["model"]) == {p.name for p in (run / "model").iterdir()}
     assert not (run / LOCK).exists() and "checkpoint-1" not in owned.entries

@@ -49,6 +49,8 @@ def threads() -> Iterator[None]:
     ({"r": 4, "targets": ["q_proj"], "dropout": "5e-2"}, "r=4,alpha=8,targets=q_proj,dropout=0.05"),
     ({"r": "4", "alpha": 8, "targets": "all"}, "r=4,alpha=8,targets=all"),
     ({"r": 4, "targets": "q_proj, v_proj"}, "r=4,alpha=8,targets=q_proj,v_proj"),
+    ("r=4,dora=True,rslora=false", "r=4,alpha=8,targets=all,dora=true"),
+    ({"r": 4, "rslora": True, "dora": False}, "r=4,alpha=8,targets=all,rslora=true"),
     ("r=4,alpha=1234567.25,dropout=0.12345678", "r=4,alpha=1234567.25,targets=all,dropout=0.12345678"),
 ], ids=str)
 def test_adapters_are_asked_for_in_words_or_a_table(value: Any, found: str) -> None:
@@ -74,6 +76,7 @@ def test_adapters_are_asked_for_in_words_or_a_table(value: Any, found: str) -> N
     ({"r": 3, "targets": [1]}, "targets=[1]: all, or names"),
     ("q_proj", "words such as r=16,alpha=32,targets=all are needed"),
     ("r=3,r=4", "r is said twice"),
+    ("r=3,dora=yes", "dora='yes': true or false is needed"),
     (16, "lora=16: words such as"),
 ], ids=str)
 def test_adapters_that_make_no_sense_are_refused(value: Any, words: str) -> None:
@@ -126,9 +129,9 @@ def losses_of(run: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in folder.lines(run) if "loss" in line}
 
 
-def in_python(toy: Path, base: str, batches: Batches) -> list[float]:
+def in_python(toy: Path, base: str, batches: Batches, **lora: Any) -> list[float]:
     """The same by a loop of one's own."""
-    config = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules="all-linear")
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", **lora or {"lora_dropout": 0.1})
     torch.manual_seed(0)
     model = mt.from_pretrained(transformers.AutoModelForCausalLM, toy, device="cpu", adapter=config,
                                base=None if base == "none" else base).train()
@@ -167,6 +170,18 @@ def test_a_run_of_adapters_over_codes_has_the_losses_of_a_loop_of_ones_own(run: 
 def test_over_every_base_too(base: str, toy: Path, tmp_path: Path) -> None:
     batches = trained(toy, tmp_path / "run", base)
     assert list(losses_of(tmp_path / "run").values()) == in_python(toy, base, batches)
+
+
+def test_dora_and_rank_stabilised_adapters_are_asked_for_by_name(toy: Path, tmp_path: Path,
+                                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    out, asked = tmp_path / "run", "r=4,alpha=8,targets=all,dora=true,rslora=true"
+    batches = trained(toy, out, "none", asked)
+    assert list(losses_of(out).values()) == in_python(toy, "none", batches, use_dora=True, use_rslora=True)
+    again = stopped(out, tmp_path / "again")
+    assert megatrain("resume", again) == 0 and losses_of(again) == losses_of(out)
+    capsys.readouterr()
+    assert megatrain("eval", out, toy / "my.txt") == 0 and megatrain("export", out, tmp_path / "whole", "--merged") == 0
+    assert abs(float(capsys.readouterr().out.split()[1]) - losses_of(out)[4]) < 0.2
 
 
 def test_a_stopped_run_goes_on_to_the_same_bits(run: tuple[Path, Batches], tmp_path: Path,

@@ -122,6 +122,28 @@ def test_adapters_on_experts_own_parameters_train_to_pefts_bits(kind: str, plan:
         assert torch.isfinite(hf_loss(plain, text(3)))
 
 
+@pytest.mark.parametrize("plan", [{"activations": "saved"}, {"activations": "replay", "slots": 2}], ids=str)
+def test_activated_lora_trains_to_pefts_bits(plan: dict[str, Any]) -> None:
+    """Hooks hand its layers where each row's adapters begin, and are gone when a layer runs again in backward."""
+    def trained(wrap: Any) -> list[Tensor]:
+        parity.seed()
+        config = peft.LoraConfig(r=4, task_type="CAUSAL_LM", alora_invocation_tokens=[7, 9], **AT)
+        model, ids, found = wrap(peft.get_peft_model(llama(), config).train()), text(0)["input_ids"].clone(), []
+        ids[:, 5:7] = torch.tensor([7, 9])
+        ids[-1, 2:4] = ids[-1, 5:7]
+        said = {"input_ids": ids, "labels": ids}
+        opt = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        for _ in range(3):                               # in the first, B is zero, and so are A's gradients
+            loss = hf_loss(model, said)
+            with torch.no_grad(), model.disable_adapter():
+                found += [hf_loss(model, said), loss.detach()]
+            zoo.update(loss, opt)
+        assert found[-1] < found[1]
+        return found + [parity.frozen(p) for p in model.parameters() if p.requires_grad]
+
+    assert all(map(parity.same_bits, trained(lambda m: mt.stream(m, "cpu", plan=plan)), trained(lambda m: m)))
+
+
 @pytest.mark.parametrize("lora", [{"target_modules": "all-linear"}, {"target_parameters": ["experts.down_proj"]}], ids=str)
 def test_what_peft_makes_of_all_linear_layers_trains_in_16_bits_too(lora: dict[str, Any]) -> None:
     import megatrain_torch as mt
@@ -140,8 +162,9 @@ def test_all_of_the_command_line_is_the_linear_layers_and_experts_are_named() ->
         trained = {n.split(".")[-4] for n, p in model.named_parameters() if p.requires_grad}
         assert trained == names
         hf_loss(model, text(0)).backward()
-    with pytest.raises(mt.MegatrainError, match=r"dropout=0.1: PEFT has none for experts' parameters"):
-        adapted(MixtralForCausalLM(MixtralConfig(**EXPERTS, intermediate_size=48)), "r=4,targets=down_proj,dropout=0.1", 0)
+    for said in ("dropout=0.1", "dora=true"):
+        with pytest.raises(mt.MegatrainError, match=f"{said}: PEFT has none for experts' parameters"):
+            adapted(MixtralForCausalLM(MixtralConfig(**EXPERTS, intermediate_size=48)), f"r=4,targets=down_proj,{said}", 0)
 
 
 def test_all_of_a_mixture_is_what_peft_does_not_take_for_its_experts() -> None:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
@@ -22,8 +22,8 @@ import numpy as np
 
 from megatrain_torch import MegatrainError
 
-from .chats import Chat, Template, messages_of, rendered
-from .records import ANSWERED, KNOWN, as_asked, files_of, records, with_prompt
+from . import records
+from .records import Chat, Template
 from .settings import Settings, say
 
 T = TypeVar("T")
@@ -88,14 +88,20 @@ def documents(found: Iterable[dict[str, Any] | MegatrainError], tokenizer: Any, 
     """Tokens of all records that have any. A wrong record is left out, and said; MegatrainError if all are.
 
     column: the field to train on. date: the run's first day, for templates that tell it."""
-    made: list[Document | str] = []
-    template, waiting = Template(tokenizer, date), 0
-    for one in _right(found, lambda record, where: _document(record, template, tokenizer, column, where), source):
-        made.append(one)
-        if len(made) - waiting >= TOGETHER:
-            waiting = _tokenize(made, waiting, tokenizer)
-    _tokenize(made, waiting, tokenizer)
-    made = [d for d in made if d.trained.any()]
+    template = Template(tokenizer, date)
+    read = _right(found, lambda record, where: _document(record, template, tokenizer, column, where), source)
+    made: list[Document] = []
+    while some := list(islice(read, TOGETHER)):
+        texts = [one for one in some if isinstance(one, str)]
+        short = [text for text in texts if 0 < len(text) <= 4 * PASSAGE]
+        # verbose=False: a text may well be longer than the model's window, rows are not.
+        ids = iter(tokenizer(short, verbose=False)["input_ids"] if short else ())
+        for one in some:
+            if isinstance(one, str):
+                own = (ids_of(one, tokenizer) if len(one) > 4 * PASSAGE else
+                       compact(_framed(next(ids), tokenizer) if one else ()))
+                one = Document(own, np.broadcast_to(np.True_, len(own)))
+            made += [one] if one.trained.any() else []
     if not made:
         raise MegatrainError(f"{source} has no tokens to train on: it is empty, or its texts are")
     if apart := [len(d.starts) for d in made if len(d.starts) > 1]:
@@ -138,8 +144,8 @@ def _document(record: dict[str, Any], template: Template, tokenizer: Any, column
               ) -> Document | str:
     """A text stays one here: many are tokenized together."""
     if column is None:
-        record = as_asked(record, bool(tokenizer.chat_template), where)
-    field = column or next((k for k in KNOWN if k in record), None)
+        record = records.as_asked(record, bool(tokenizer.chat_template), where)
+    field = column or next((k for k in records.KNOWN if k in record), None)
     if field is None or field not in record:
         way = "" if column else ", or call two instruction and output, or question and answer"
         raise MegatrainError(f"{where} has {', '.join(map(repr, record))} and no "
@@ -148,23 +154,24 @@ def _document(record: dict[str, Any], template: Template, tokenizer: Any, column
     if field == "prompt":
         return _completion(record, template, tokenizer, where)
     if isinstance(value, list):
-        return _talk(rendered(messages_of(value, where), template.for_record(record, where)), template, tokenizer)
-    if isinstance(value, str) and field not in KNOWN[:2]:
+        messages = records.messages_of(value, where)
+        return _talk(records.rendered(messages, template.for_record(record, where)), template, tokenizer)
+    if isinstance(value, str) and field not in records.KNOWN[:2]:
         return value
     kind = "null" if value is None else f"a {type(value).__name__}"
-    needed = "a list of messages" if field in KNOWN[:2] else "a text, or a list of messages,"
+    needed = "a list of messages" if field in records.KNOWN[:2] else "a text, or a list of messages,"
     raise MegatrainError(f"{where}: {field} is {kind}: {needed} is needed")
 
 
 def _completion(record: dict[str, Any], template: Template, tokenizer: Any, where: str) -> Document:
-    prompt, name = record["prompt"], next((n for n in ("completion", *ANSWERED) if n in record), "completion")
+    prompt, name = record["prompt"], next((n for n in ("completion", *records.ANSWERED) if n in record), "completion")
     answer = record.get(name)
     if isinstance(prompt, list) and answer is None:
         raise MegatrainError(f"{where}: prompt is a list of messages and needs a completion beside it; if it is the "
                              "whole conversation, rename it to messages")
     if isinstance(prompt, list) and isinstance(answer, list) and answer:
-        messages = messages_of(prompt, where) + messages_of(answer, where)
-        return _talk(rendered(messages, template.for_record(record, where), len(prompt)), template, tokenizer)
+        messages = records.messages_of(prompt, where) + records.messages_of(answer, where)
+        return _talk(records.rendered(messages, template.for_record(record, where), len(prompt)), template, tokenizer)
     if isinstance(prompt, list) or isinstance(answer, list):
         kinds = ["a list of messages" if value and isinstance(value, list) else "an empty list" if value == [] else
                  "a text" if isinstance(value, str) else f"a {type(value).__name__}" for value in (prompt, answer)]
@@ -186,7 +193,7 @@ def _completion(record: dict[str, Any], template: Template, tokenizer: Any, wher
 def _talk(chats: list[Chat], template: Template, tokenizer: Any) -> Document:
     found = [_marked(chat, tokenizer) for chat in chats]
     for chat, (ids, trained) in zip(chats, found):
-        if not chat.text.endswith(template.ends) and tokenizer.eos_token_id is not None:
+        if not template.end_of(chat.text) and tokenizer.eos_token_id is not None:
             ids.append(tokenizer.eos_token_id)       # the template has none: without it nobody learns to stop
             trained.append(True)
     starts = np.cumsum([0, *(len(ids) for ids, _ in found[:-1])]).tolist()
@@ -196,10 +203,10 @@ def _talk(chats: list[Chat], template: Template, tokenizer: Any) -> Document:
 
 def pair(record: dict[str, Any], method: str, chat: bool, where: str) -> Pair:
     """A record as the method takes it."""
-    made, needed = dict(with_prompt(record, chat, where)), NEEDED[method]
+    made, needed = dict(records.with_prompt(record, chat, where)), NEEDED[method]
     for name in ("prompt", "chosen", "rejected", "completion"):
         if isinstance(made.get(name), list):
-            made[name] = messages_of(made[name], f"{where}: {name}")
+            made[name] = records.messages_of(made[name], f"{where}: {name}")
     if missing := [name for name in needed if made.get(name) in (None, "", [])]:
         raise MegatrainError(f"{where} has {', '.join(map(repr, record))} and no {missing[0]}: --method {method} "
                              f"trains on records of {', '.join(needed)}")
@@ -242,19 +249,6 @@ def around(tokenizer: Any) -> tuple[list[int], list[int]]:
     return whole[:at], whole[at + len(bare):]
 
 
-def _tokenize(made: list[Document | str], begin: int, tokenizer: Any) -> int:
-    """Puts documents in the place of texts, from `begin` on; returns how many there are."""
-    texts = [i for i in range(begin, len(made)) if isinstance(made[i], str)]
-    short = [i for i in texts if 0 < len(made[i]) <= 4 * PASSAGE]
-    # verbose=False: a text may well be longer than the model's window, rows are not.
-    ids = tokenizer([made[i] for i in short], verbose=False)["input_ids"] if short else []
-    found = dict(zip(short, (compact(_framed(some, tokenizer)) for some in ids)))
-    for i in texts:
-        own = found[i] if i in found else ids_of(made[i], tokenizer) if made[i] else np.zeros(0, np.uint16)
-        made[i] = Document(own, np.broadcast_to(np.True_, len(own)))
-    return len(made)
-
-
 def _marked(chat: Chat, tokenizer: Any) -> tuple[list[int], list[bool]]:
     """Tokens of a text, and which are learned: those that have a character of an answer. One that has characters of
     both sides is the answer's: the prompt before it is as it was."""
@@ -278,8 +272,9 @@ def _marked(chat: Chat, tokenizer: Any) -> tuple[list[int], list[bool]]:
 # ---- long texts ----------------------------------------------------------------------------------
 # One call of a tokenizer takes 200 bytes a character, so a long text is tokenized in passages, several at once. Each is
 # read with some of the text before and behind it, and has the tokens that begin in it: those of one call, where both
-# passages have the same tokens around their border. Where they have not (the same few characters again and again), and
-# with tokenizers in Python, which tell no places, the text is cut there: the border is hard.
+# passages have the same tokens around their border. Where they have not (the same few characters again and again), the
+# later one is read anew, from where the last token of the one before ends. A tokenizer in Python tells no places: its
+# passages are read by themselves.
 
 def ids_of(text: str, tokenizer: Any) -> np.ndarray:
     """[n] tokens of a text, with its own beginning and end; none, if it is empty."""
@@ -290,24 +285,21 @@ def ids_of(text: str, tokenizer: Any) -> np.ndarray:
 
 
 def _passages(text: str, tokenizer: Any) -> Iterator[np.ndarray]:
-    """Tokens of each passage. One that disagrees with the next about their border is tokenized anew, and so is that;
-    what each has at its other border stays: a passage is longer than AROUND."""
-    borders = [0]
+    """Tokens of each passage."""
+    borders, around = [0], AROUND if tokenizer.is_fast else 0
     while len(text) - borders[-1] > 2 * PASSAGE:
         near = borders[-1] + PASSAGE                     # behind a paragraph, a line or a word that ends shortly before
         ends = ((text.rfind(mark, near - PASSAGE // 2, near), mark) for mark in ("\n\n", "\n", " "))
         borders.append(next((at + len(mark) for at, mark in ends if at >= 0), near))
     places = list(pairwise([*borders, len(text)]))
-    hard = {0, len(text)} if tokenizer.is_fast else {0, *borders, len(text)}      # where nothing is read beyond
     (ids, at), begun = (np.zeros(0), np.zeros(0)), 0     # of the passage before
     for some in (places[i:i + AT_ONCE] for i in range(0, len(places), AT_ONCE)):
-        for here, (begin, end) in zip(_read(text, some, hard, tokenizer), some):
+        for here, (begin, end) in zip(_read(text, some, around, around, tokenizer), some):
             if begin:
                 pair = [_between(*one, begin - SAME, begin + SAME) for one in ((ids, at), here)]
-                if begin not in hard and not all(map(np.array_equal, *pair)):
-                    hard.add(begin)
-                    [(ids, at)] = _read(text, [(begun, begin)], hard, tokenizer)
-                    [here] = _read(text, [(begin, end)], hard, tokenizer)
+                if around and not all(map(np.array_equal, *pair)):
+                    begin = next((int(a) for a in at[np.searchsorted(at, begin):]), begin)
+                    [here] = _read(text, [(begin, end)], 0, around, tokenizer)
                 yield _between(ids, at, begun, begin)[0].copy()
             (ids, at), begun = here, begin
     yield _between(ids, at, begun, len(text))[0].copy()
@@ -318,15 +310,16 @@ def _between(ids: np.ndarray, at: np.ndarray, begin: int, end: int) -> tuple[np.
     return ids[some], at[some]
 
 
-def _read(text: str, places: list[tuple[int, int]], hard: set[int], tokenizer: Any
+def _read(text: str, places: list[tuple[int, int]], before: int, behind: int, tokenizer: Any
           ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of each passage and what is read around it: its tokens, and the characters that they begin at."""
-    begins = [a if a in hard else max(0, a - AROUND) for a, _ in places]
-    texts = [text[begin:b if b in hard else b + AROUND] for begin, (_, b) in zip(begins, places)]
-    made = tokenizer(texts, add_special_tokens=False, verbose=False, return_attention_mask=False,
+    """Of each passage, and of so many characters before and behind it: its tokens, and the characters that they begin
+    at."""
+    begins = [max(0, a - before) for a, _ in places]
+    made = tokenizer([text[begin:b + behind] for begin, (_, b) in zip(begins, places)], add_special_tokens=False,
+                     verbose=False, return_attention_mask=False,
                      **{"return_offsets_mapping": True} if tokenizer.is_fast else {})
     ids = [compact(some) for some in made["input_ids"]]
-    if not tokenizer.is_fast:                            # cut at both ends: all tokens are the passage's own
+    if not tokenizer.is_fast:                            # all tokens are the passage's own
         return [(some, np.full(len(some), a)) for some, a in zip(ids, begins)]
     return [(some, a + np.fromiter((first for first, _ in offsets), np.int64, len(some)))
             for some, a, offsets in zip(ids, begins, made["offset_mapping"])]
@@ -372,10 +365,10 @@ def sources(settings: Settings, words: tuple[str, ...], tokenizer: Any, date: da
         raise MegatrainError(f"data={words[0]}: a weight is a share among several sources, and this is one alone; all "
                              f"of it is taken as {found[0][0]}")
     for name, _ in found:
-        files_of(name)                       # what is not there is said before hours of tokenizing
-    return [Source(name, weight, pairs(records(name, settings.split), settings.method, tokenizer, name)
+        records.files_of(name)                       # what is not there is said before hours of tokenizing
+    return [Source(name, weight, pairs(records.records(name, settings.split), settings.method, tokenizer, name)
                    if settings.method != "sft" else
-                   documents(records(name, settings.split), tokenizer, settings.column, name, date))
+                   documents(records.records(name, settings.split), tokenizer, settings.column, name, date))
             for name, weight in found]
 
 

@@ -32,7 +32,7 @@ from typing import Any
 import megatrain_torch as mt
 from megatrain_torch import MegatrainError
 
-from .settings import Settings, from_json, near, read_yaml, say
+from .settings import Settings, near, read_table, read_yaml, say
 
 MARKER, LOCK = "megatrain-run.json", ".megatrain-run.lock"
 PROGRAM, VERSION = "megatrain", 1
@@ -46,7 +46,8 @@ ADAPTER = "adapter_config.json"              # of PEFT: what makes a folder an a
 # With names that mt.save gives meanwhile.
 _CHECKPOINT = re.compile(r"(checkpoint-(\d{1,18}))(\.(?:tmp|old)-\d+-\d+)?")
 _BESIDE = re.compile(rf"\.({re.escape(MARKER)}|{re.escape(CONFIG)}|{re.escape(LOG)})\.\d+\.unfinished")
-Entry = str | dict[str, list[int] | None]    # FILE, SCRATCH; or a folder's files: [size, time] of each, None: begun
+_WHOLES = dict.fromkeys((CONFIG, LOG, *PAGES), FILE) | dict.fromkeys((UNFINISHED, HALF), SCRATCH)
+Entry = str | dict[str, list[int] | None]    # of _WHOLES; or a folder's files: [size, time] of each, None: begun
 
 
 class Owned:
@@ -55,19 +56,14 @@ class Owned:
     def __init__(self, run: Path) -> None:
         self.run, self.entries, self.data = run, {}, {}
         self._lock = -1                      # the descriptor, in the process that locked it
-        if (run / MARKER).is_file():
-            self._read()
-
-    @staticmethod
-    def opened(run: Path) -> Owned:
-        if not (run / MARKER).is_file():
-            raise MegatrainError(f"{run} is no run: it has no {MARKER}; megatrain train makes one")
-        return Owned(run)
+        self._read()
 
     def _read(self) -> None:
         where = self.run / MARKER
-        found = from_json(where.read_bytes(), str(where))
-        if not isinstance(found, dict) or (found.get("program"), found.get("version")) != (PROGRAM, VERSION):
+        if not where.is_file():
+            return
+        found = read_table(where)
+        if (found.get("program"), found.get("version")) != (PROGRAM, VERSION):
             raise MegatrainError(f"{where}: a table of program {PROGRAM!r}, version {VERSION}, is needed")
         self.data, self.entries = found.get("data"), found.get("entries")
         if not isinstance(self.data, dict) or not isinstance(self.entries, dict):
@@ -108,17 +104,16 @@ class Owned:
                 path.unlink(missing_ok=True)
                 say(f"{self.run}: this file system has no locks ({why.strerror}); no second run may write there")
                 break
-            same = False
-            with contextlib.suppress(FileNotFoundError):         # links are not counted alike by all file systems
-                same = os.path.samestat(os.fstat(fd), os.stat(path))
-            if same:
-                self._lock = fd
-                # A forked child, a DataLoader's worker say, must not keep the lock when this process is gone.
-                os.register_at_fork(after_in_child=self._leave)
-            else:                                        # whoever had it before removed it meanwhile: once more
-                os.close(fd)
-        if (self.run / MARKER).is_file():                # as whoever had the lock before left it
-            self._read()
+            # Whoever had the lock before may have removed the file meanwhile. Links are not counted alike by all file
+            # systems: so what the name stands for now is compared.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(fd), os.stat(path)):
+                    self._lock = fd
+                    # A forked child, a DataLoader's worker say, must not keep the lock when this process is gone.
+                    os.register_at_fork(after_in_child=self._leave)
+                    continue
+            os.close(fd)                                 # and once more
+        self._read()                                     # as whoever had the lock before left it
         if self._lock >= 0:
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
@@ -135,16 +130,15 @@ class Owned:
 
     def strangers(self) -> list[str]:
         """Names in the folder that a run gives, of what this run did not make, or not as it is now."""
-        found = []
-        for name in sorted(p.name for p in self.run.iterdir()) if self.run.is_dir() else ():
-            if name in (CONFIG, LOG, FINAL, UNFINISHED, HALF, *PAGES) or _CHECKPOINT.fullmatch(name):
-                found += self.changed(name) if _entry_of(name) in self.entries else [name]
-        return found
+        names = sorted(p.name for p in self.run.iterdir()) if self.run.is_dir() else ()
+        return [path for name in names if name in _WHOLES or name == FINAL or _CHECKPOINT.fullmatch(name)
+                for path in self.changed(name)]
 
     def changed(self, name: str) -> list[str]:
-        """Of a listed entry the paths, from the run's folder, that are not as the run left them."""
+        """Of an entry the paths, from the run's folder, that are not as the run left them; of none that is listed its
+        name."""
         entry, path = self.entries.get(_entry_of(name)), self.run / name
-        if path.is_symlink():
+        if entry is None or path.is_symlink():
             return [name]
         if not isinstance(entry, dict) or name != _entry_of(name):
             return [] if path.is_dir() == (entry != FILE) else [name]
@@ -161,15 +155,15 @@ class Owned:
     def begin(self, name: str, entry: Entry) -> None:
         """Lists what will be made, before it is."""
         path = self.run / name
-        if os.path.lexists(path) and (name not in self.entries or self.changed(name)):
+        if os.path.lexists(path) and self.changed(name):
             raise MegatrainError(f"{path} is there, and this run did not make it, or not as it is now: it stays; move "
                                  "it away, and resume")
         self.entries[name] = entry
         self._write()
 
-    def made(self, name: str, at: Path | None = None) -> None:
-        """A folder is whole: what is in it is the run's, as it is now. at: where it is until it has its name."""
-        path = at or self.run / name
+    def made(self, name: str, at: str = "") -> None:
+        """A folder is whole: what is in it is the run's, as it is now. at: its name until it has this one."""
+        path = self.run / (at or name)
         self.entries[name] = {file: _mark(path / file) for file in _files(path)}
         self._write()
 
@@ -203,8 +197,7 @@ class Owned:
         for name in list(self.entries):
             self._remove_drafts(name)
             self.remove(name)
-        self.entries = dict.fromkeys((CONFIG, LOG, *PAGES), FILE) | {UNFINISHED: SCRATCH}
-        self.data = data
+        self.entries, self.data = {name: kind for name, kind in _WHOLES.items() if name != HALF}, data
         self._write()
 
     def go_on(self, data: dict[str, Any]) -> None:
@@ -228,10 +221,10 @@ class Owned:
 
     @property
     def nbytes(self) -> int:
-        """Of all that is listed."""
-        paths = [self.run / name for name in self.entries]
-        files = [f for p in paths if not p.is_symlink() for f in ([p] if p.is_file() else map(p.joinpath, _files(p)))]
-        return sum(f.lstat().st_size for f in files)
+        """Of what is in folders that are listed; a file that checkpoints share by links counts once."""
+        folders = [path for name in self.entries if not (path := self.run / name).is_symlink()]
+        found = [(path / file).lstat() for path in folders for file in _files(path)]
+        return sum({(s.st_dev, s.st_ino): s.st_size for s in found}.values())
 
     def _remove_drafts(self, name: str) -> None:
         """What killed saves of a checkpoint left: the lock is this process's, so nobody writes there."""
@@ -263,8 +256,8 @@ def sync(path: Path) -> None:
 
 def _is_entry(name: str, entry: Any) -> bool:
     """May a marker list this?"""
-    if name in (UNFINISHED, HALF, CONFIG, LOG, *PAGES):
-        return entry == (SCRATCH if name in (UNFINISHED, HALF) else FILE)
+    if name in _WHOLES:
+        return entry == _WHOLES[name]
     return (name == FINAL or step_of(name) >= 0) and isinstance(entry, dict) and all(
         all(part not in ("", ".", "..") and "\0" not in part and "\\" not in part for part in file.split("/"))
         and (mark is None or (isinstance(mark, list) and len(mark) == 2 and all(map(is_count, mark))))
@@ -301,7 +294,9 @@ def _mark(path: Path) -> list[int]:
 def settings_of(run: Path) -> Settings:
     if not run.exists():
         raise MegatrainError(f"{run}: there is no such folder{near(str(run))}")
-    Owned.opened(run)
+    if not (run / MARKER).is_file():
+        raise MegatrainError(f"{run} is no run: it has no {MARKER}; megatrain train makes one")
+    Owned(run)                                           # a marker that is none is refused
     return Settings.of(read_yaml(run / CONFIG), str(run / CONFIG))
 
 

@@ -57,14 +57,12 @@ HELD_OUT_ROWS = 200                  # at most, by default: an evaluation is a s
 
 @dataclass
 class Run:
-    """What a command knows of a run. owned: the folder, which the team's first process writes. tokens: of a step.
-    asked: what a checkpoint notes of the settings. convert: as in mt.load, of what is resumed from. scratch: a folder
-    for the time of the command, the same for all processes."""
+    """What a command knows of a run. owned: the folder, which the team's first process writes. convert: as in mt.load,
+    of what is resumed from. scratch: a folder for the time of the command, the same for all processes."""
 
+    settings: Settings
     team: Team
     owned: Owned
-    tokens: int
-    asked: dict[str, Any]
     convert: bool
     scratch: str
 
@@ -86,7 +84,7 @@ class Streamed:
             before, then = self._logged
             self._logged = (step, now)
             logs |= {"bound": mt.last_step(self.model).bound,
-                     "tokens_per_second": round((step - before) * self.run.tokens / (now - then), 1)}
+                     "tokens_per_second": round((step - before) * self.run.settings.tokens / (now - then), 1)}
         super().log(logs, start_time)
         line = self.state.log_history[-1]                # with what the trainer itself adds
         if self.run.team.first and ("loss" in line or "eval_loss" in line):
@@ -121,7 +119,7 @@ class Streamed:
             shutil.rmtree(beside, ignore_errors=True)
             beside.mkdir()
             self.processing_class.save_pretrained(beside)
-            if self.run.asked["lora"] is not None:       # what PEFT's from_pretrained reads: the adapters alone
+            if self.run.settings.lora is not None:       # what PEFT's from_pretrained reads: the adapters alone
                 self.model.save_pretrained(beside, save_embedding_layers=False, selected_adapters=["default"])
             self.state.save_to_json(str(beside / WHOLE))
 
@@ -129,8 +127,9 @@ class Streamed:
         with self.run.team.as_one():
             self._save_rng_state(str(beside))
         self.run.team.first_does(lambda: self.run.owned.begin(name, {path.name: None for path in beside.iterdir()}))
+        asked = {"lora": self.run.settings.lora, "base": self.run.settings.base}         # what resume compares
         self._saving = mt.save(self.model, self._optimizer(), beside.parent / name, scheduler=self.lr_scheduler,
-                               extra=self.run.asked, asynchronous=True)
+                               extra=asked, asynchronous=True)
         self.write_pages()
 
     def finish_saving(self) -> None:
@@ -333,11 +332,11 @@ def arguments(settings: Settings, held: bool) -> Any:
     return kind(**ours, **usual | given(s))
 
 
-def trainer_of(model: Any, tokenizer: Any, settings: Settings, train: Any, held: Any, run: Any, how: dict[str, Any],
-               reward: Any) -> Any:
-    """TRL's, with its model streamed. run: as loop.Streamed has it. how: as mt.stream takes it. reward: with grpo."""
+def trainer_of(run: Run, model: Any, tokenizer: Any, train: Any, held: Any, how: dict[str, Any], reward: Any) -> Any:
+    """TRL's, with its model streamed. how: as mt.stream takes it. reward: with grpo."""
     import datasets
 
+    settings = run.settings
     rows, (kind, _) = settings.method == "sft", classes(settings.method)
     # TRL looks at data sets of its own kind when a trainer is made; rows take their place behind that. What it makes of
     # records it keeps beside them, in a folder that all processes see and no other run: the cache of `datasets` knows
@@ -379,14 +378,14 @@ def _left_alone(model: Any) -> Iterator[None]:
     config, which is saved with the model."""
     there = [(vars(model), "is_loaded_in_4bit"), (vars(model), "is_loaded_in_8bit"),
              (vars(model.config.get_text_config()), "router_aux_loss_coef")]
-    before = [{name: own[name]} if name in own else {} for own, name in there]
+    before = [(own, name, own.get(name, there)) for own, name in there]        # `there` itself: it has none
     vars(model).update(is_loaded_in_4bit=False, is_loaded_in_8bit=False)
     try:
         yield
     finally:
-        for (own, name), value in zip(there, before):
+        for own, name, value in before:
             own.pop(name, None)
-            own.update(value)
+            own |= {} if value is there else {name: value}
 
 
 # ---- stopping and saving on request --------------------------------------------------------------
@@ -416,25 +415,6 @@ class Requests(TrainerCallback):
 
 # ---- what a person sees --------------------------------------------------------------------------
 
-class Within:
-    """As text: how far a step is that has taken LONG_S; of others "". The bar's own thread asks, ten times a second."""
-
-    def __init__(self, trace: mt.Trace) -> None:
-        self._trace, self._text, self._asked = trace, "", 0.0
-        self.begin()
-
-    def begin(self) -> None:
-        self._begun = monotonic()
-
-    def __str__(self) -> str:
-        now = monotonic()
-        if now - self._begun < LONG_S:
-            return ""
-        if now - self._asked >= 1:
-            self._asked, self._text = now, f"{self._trace.progress()}  "
-        return self._text
-
-
 class Bar(TrainerCallback):
     """A live line on a terminal; else a line with the loss every EVERY_S seconds, the first step's and the last one's
     too, and one for each evaluation and each checkpoint. In a step that takes long the live line says how far it is."""
@@ -443,19 +423,29 @@ class Bar(TrainerCallback):
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self._say, self._within, self._task = say, Within(trace), None
+        self._say, self._trace, self._task = say, trace, None
         self._told, self._untold = -math.inf, ""     # when a line with the loss was written, and what came since
+        self._begun, self._asked, self._within = monotonic(), 0.0, ""
         console = Console()
         self._bar = Progress(TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=12),
                              TextColumn("{task.fields[within]}{task.description}"), TimeRemainingColumn(),
                              console=console, disable=not console.is_terminal)
 
+    def __str__(self) -> str:
+        """How far a step is that has taken LONG_S; else "". The bar's own thread asks, ten times a second."""
+        now = monotonic()
+        if now - self._begun < LONG_S:
+            return ""
+        if now - self._asked >= 1:
+            self._asked, self._within = now, f"{self._trace.progress()}  "
+        return self._within
+
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        self._task = self._bar.add_task("", total=state.max_steps, completed=state.global_step, within=self._within)
+        self._task = self._bar.add_task("", total=state.max_steps, completed=state.global_step, within=self)
         self._bar.start()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._within.begin()
+        self._begun = monotonic()
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         self._bar.update(self._task, completed=state.global_step)
@@ -489,9 +479,9 @@ class Bar(TrainerCallback):
             self._say(text)
 
 
-def train(trainer: Any, settings: Settings, checkpoint: Path | None) -> int:
+def train(trainer: Any, checkpoint: Path | None) -> int:
     """The signal that asked it to stop; 0: it came to the end."""
-    team = trainer.run.team
+    team, settings = trainer.run.team, trainer.run.settings
     requests, tracing = Requests(team), mt.trace(trainer.model) if team.first else contextlib.nullcontext()
     with tracing as trainer.trace, hearing(requests.heard):
         trainer.remove_callback(PrinterCallback)

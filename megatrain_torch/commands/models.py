@@ -7,7 +7,6 @@ import contextlib
 import difflib
 import functools
 import importlib
-import importlib.util
 import json
 import logging
 import os
@@ -28,7 +27,7 @@ from megatrain_torch import MegatrainError
 
 from . import folder
 from .folder import ADAPTER
-from .settings import ALL, Lora, Settings, from_json, near
+from .settings import ALL, Lora, Settings, near, need, read_table
 
 # What a tokenizer's files begin with, one of them at least.
 TOKENIZER_FILES = ("tokenizer", "tekken", "vocab", "merges", "spiece", "sentencepiece", "spm", "source.spm")
@@ -55,9 +54,7 @@ def source_of(name: str, step: Path | None = None) -> Source:
             return Source(str(at), str(at))
         return Source(beneath(settings), str(at), at, settings.base, settings.dtype)
     if (run / ADAPTER).is_file() and not (run / "config.json").is_file():
-        there = from_json((run / ADAPTER).read_bytes(), str(run / ADAPTER))
-        model = there.get("base_model_name_or_path") if isinstance(there, dict) else None
-        if not isinstance(model, str):
+        if not isinstance(model := read_table(run / ADAPTER).get("base_model_name_or_path"), str):
             raise MegatrainError(f"{run / ADAPTER} has no base_model_name_or_path, the model that it is an adapter of")
         return Source(model, name if _has_words(run) else model, run)
     return Source(name, name)
@@ -77,10 +74,7 @@ def dtype_of(checkpoint: Path) -> str | None:
     path = checkpoint / "config.json"
     if not path.is_file() and (checkpoint / ADAPTER).is_file():
         return None
-    found = from_json(path.read_bytes(), str(path))
-    if not isinstance(found, dict):
-        raise MegatrainError(f"{path}: a table is needed")
-    return found.get("dtype")
+    return read_table(path).get("dtype")
 
 
 def _has_words(path: Path) -> bool:
@@ -91,19 +85,16 @@ def _has_words(path: Path) -> bool:
 
 def transformers() -> Any:
     """The package, without its progress bars."""
-    try:
-        import transformers
-    except ImportError:
-        raise MegatrainError("this needs transformers: pip install transformers") from None
+    need("this needs", "transformers")
+    import transformers
+
     transformers.utils.logging.disable_progress_bar()
     return transformers
 
 
 def check_packages(adapters: bool, base: str) -> None:
-    for needed, name, what in ((adapters, "peft", "adapters need"),
-                               (base in ("nf4", "int8"), "bitsandbytes", f"base={base} needs")):
-        if needed and importlib.util.find_spec(name) is None:
-            raise MegatrainError(f"{what} {name}: pip install {name}")
+    need("adapters need", *["peft"] * adapters)
+    need(f"base={base} needs", *["bitsandbytes"] * (base in ("nf4", "int8")))
 
 
 def load_config(name: str) -> Any:
@@ -246,11 +237,11 @@ def _torn(path: Path) -> Path | None:
 
 def adapted(model: nn.Module, words: str, seed: int) -> Any:
     """The model with adapters as --lora says, which start as `seed` says."""
-    check_targets(model, words)
+    config = lora_config(model, words)
     torch.manual_seed(seed)
     try:
         with _quiet() as peft:
-            return peft.get_peft_model(model, lora_config(model, words))
+            return peft.get_peft_model(model, config)
     except ValueError as why:                        # of a model that PEFT has no adapters for
         raise MegatrainError(f"lora={words}: {str(why).splitlines()[0]}") from None
 
@@ -261,51 +252,44 @@ def over(model: nn.Module, adapter: Any) -> Any:
         return peft.PeftModel.from_pretrained(model, str(adapter))
 
 
-def _targets(model: nn.Module, words: str) -> tuple[Lora, list[str], list[str]]:
-    """(what is asked for, linear layers' names, experts' parameters': a mixture has those of a layer in one tensor)."""
-    lora = Lora.of(words)
-    linear = {name for name, m in model.named_modules()
+def lora_config(model: nn.Module, words: str) -> Any:
+    """PEFT's. A target is a linear layer of the model, or a parameter of its experts: a mixture has those of a layer in
+    one tensor. "all-linear" would have adapters on these too, which are asked for by name."""
+    lora, peft = Lora.of(words), importlib.import_module("peft")
+    linear = {name: m for name, m in model.named_modules()
               if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"}          # GPT-2's
     experts = {name for name, p in model.named_parameters() if "expert" in name and p.dim() == 3}
-    found = {target: [any(name == target or name.endswith(f".{target}") for name in names)
-                      for names in (linear, experts)] for target in lora.targets if target != ALL}
-    for target in [target for target, there in found.items() if not any(there)]:
-        ends = sorted({name.rpartition(".")[2] for name in linear | experts})
-        near = difflib.get_close_matches(target, ends, 1)
-        raise MegatrainError(f"lora: targets={target}: the model has no linear layer of that name"
-                             + (f"; did you mean {near[0]}?" if near else f"; it has {', '.join(ends)}"))
-    if lora.dropout and any(there[1] for there in found.values()):
-        raise MegatrainError(f"lora: dropout={lora.dropout:g}: PEFT has none for experts' parameters; leave it out")
-    return lora, *([target for target, there in found.items() if there[i]] for i in (0, 1))
+    modules, parameters = ([target for target in lora.targets if any(
+        name == target or name.endswith(f".{target}") for name in names)] for names in (linear, experts))
 
-
-def check_targets(model: nn.Module, words: str) -> None:
-    """A target is a linear layer of the model, or a parameter of its experts."""
-    _targets(model, words)
-
-
-def lora_config(model: nn.Module, words: str) -> Any:
-    """PEFT's. Of a mixture "all-linear" has adapters on its experts' parameters too: those are asked for by name."""
-    lora, modules, parameters = _targets(model, words)
-
-    def config(targets: Any) -> Any:
-        return importlib.import_module("peft").LoraConfig(
-            r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets,
-            target_parameters=parameters or None,        # the head of a reward model trains with the adapters
+    def config(modules: Any) -> Any:
+        return peft.LoraConfig(
+            r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, use_dora=lora.dora, use_rslora=lora.rslora,
+            target_modules=modules, target_parameters=parameters or None,
+            # The head of a reward model trains with the adapters.
             task_type="SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM")
 
-    if lora.targets != (ALL,):
-        return config(modules)
-    if not any("expert" in name and p.dim() == 3 for name, p in model.named_parameters()):
-        return config("all-linear")
-    head = model.get_output_embeddings()
-    made = config(sorted({name.rpartition(".")[2] for name, m in model.named_modules()
-                          if isinstance(m, nn.Linear) and m is not head}))
-    with contextlib.suppress(ImportError):
-        # PEFT 0.21 takes the names that experts' layers once had, wherever they are, for these layers: not those.
-        conversion = importlib.import_module("peft.utils.transformers_weight_conversion")
-        conversion.convert_peft_config_for_transformers(made, model, None)
-    return config(sorted(made.target_modules))
+    if lora.targets == (ALL,):
+        if not experts:
+            return config("all-linear")
+        head = model.get_output_embeddings()
+        made = config(sorted({name.rpartition(".")[2] for name, m in linear.items()
+                              if m is not head and isinstance(m, nn.Linear)}))
+        with contextlib.suppress(ImportError):
+            # PEFT 0.21 takes the names that experts' layers once had, wherever they are, for these layers: not those.
+            conversion = importlib.import_module("peft.utils.transformers_weight_conversion")
+            conversion.convert_peft_config_for_transformers(made, model, None)
+        return config(sorted(made.target_modules))
+    for target in lora.targets:
+        if target not in modules and target not in parameters:
+            ends = sorted({name.rpartition(".")[2] for name in (*linear, *experts)})
+            near = difflib.get_close_matches(target, ends, 1)
+            raise MegatrainError(f"lora: targets={target}: the model has no linear layer of that name"
+                                 + (f"; did you mean {near[0]}?" if near else f"; it has {', '.join(ends)}"))
+    for said in [f"dropout={lora.dropout:g}"] * bool(lora.dropout) + ["dora=true"] * lora.dora:
+        if parameters:
+            raise MegatrainError(f"lora: {said}: PEFT has none for experts' parameters; leave it out")
+    return config(modules)
 
 
 @contextlib.contextmanager
@@ -342,36 +326,30 @@ def writable(out: Path, name: str = "out") -> Path:
     return out
 
 
-def export(model: Any, tokenizer: Any, to: Path, beside: Path | None = None,
-           whole: Callable[[Path], None] = lambda _: None) -> None:
-    """A model, streamed or not, and its tokenizer; the folder has its name when it is whole.
+def export(model: Any, tokenizer: Any, to: Path) -> None:
+    """A model, streamed or not, and its tokenizer; the folder has its name when it is whole."""
+    with appearing(to) as half:
+        save(model, tokenizer, half, to.parent)
 
-    beside: where it is until then; None: a folder that is made for it. whole: called with that folder before it has its
-    name."""
+
+def save(model: Any, tokenizer: Any, to: Path, disk: Path) -> None:
+    """Into a folder. disk: for messages."""
     adapter = isinstance(getattr(model, "peft_config", None), dict)
-    need = sum(p.nbytes for p in model.parameters() if p.requires_grad or not adapter)
-    free = shutil.disk_usage(to.parent).free
-    if need > free:
-        raise MegatrainError(f"{to}: the model takes {mt.show_bytes(need)}, and {mt.show_bytes(free)} are free in "
-                             f"{to.parent}: make room, or name a folder on another disk")
-    with appearing(to, beside, whole) as half:
-        model.save_pretrained(half, **({"save_embedding_layers": False} if adapter else {}))
-        tokenizer.save_pretrained(half)
+    taken = sum(p.nbytes for p in model.parameters() if p.requires_grad or not adapter)
+    if taken > (free := shutil.disk_usage(to).free):
+        raise MegatrainError(f"{disk}: the model takes {mt.show_bytes(taken)}, and {mt.show_bytes(free)} are free: "
+                             "make room, or name a folder on another disk")
+    model.save_pretrained(to, **({"save_embedding_layers": False} if adapter else {}))
+    tokenizer.save_pretrained(to)
 
 
 @contextlib.contextmanager
-def appearing(to: Path, beside: Path | None = None, whole: Callable[[Path], None] = lambda _: None) -> Iterator[Path]:
+def appearing(to: Path) -> Iterator[Path]:
     """A folder to write into, which is `to` then, or gone."""
-    half = beside or Path(tempfile.mkdtemp(prefix=f".{to.name}.", dir=to.parent))
-    try:
+    with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent) as own:
+        half = Path(own, to.name)
+        half.mkdir()                                 # with the rights that a folder of the user's has, unlike its own
         yield half
-        mask = os.umask(0o022)                       # there is no way to read it but to set it
-        os.umask(mask)
-        half.chmod(0o777 & ~mask)                    # mkdtemp's is for its owner alone
         if os.path.lexists(to):
             raise MegatrainError(f"{to} is there already, and stays as it is; name another")
-        whole(half)
         half.rename(to)
-    except BaseException:
-        shutil.rmtree(half, ignore_errors=True)
-        raise

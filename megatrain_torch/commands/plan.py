@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import megatrain_torch as mt
 from megatrain_torch import MegatrainError
 
 from . import models
-from .settings import AS, KEPT, SIZES, Flags, Settings, as_size
+from .settings import AS, KEPT, SIZES, Flags, Settings
 
 PICTURES = (".png", ".svg", ".pdf")
 TOKENS, SEQ = 65536, 4096           # of a step, of a sequence, as `megatrain train` has them on CUDA
@@ -79,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     if "model" not in given:
         sys.stderr.write("megatrain: MODEL is missing: a folder with a config.json, or a name on the hub\n")
         return 2
-    shell = _Shell(args.names, given)
+    shell = Flags(args.names, typed=given)
     try:
         return _plan(given, as_json)
     except MegatrainError as why:
@@ -117,7 +116,6 @@ def _plan(given: dict[str, Any], as_json: bool) -> int:
         words = Settings.of({"lora": given.get("lora"), "base": base}, "command line").lora
         models.check_packages(True, "none")              # a plan needs no codes, only their form
         model = models.empty(config, layers=given.get("layers"))
-        models.check_targets(model, words)
         asked |= {"base": None if base == "none" else base, "adapter": models.lora_config(model, words)}
 
     @functools.cache
@@ -198,25 +196,6 @@ def _share(p: mt.Plan, one: mt.Plan) -> float:
 
 # ---- as a shell has it, and as JSON --------------------------------------------------------------
 
-class _Shell(Flags):
-    """The verb's flags, and the command that was typed with others of them."""
-
-    def __init__(self, names: list[str], given: dict[str, Any]) -> None:
-        super().__init__(names)
-        self.given = given
-
-    def whole(self, changes: dict[str, Any]) -> str:
-        given = {k: self.given[k] for k in self.names if k in self.given and k != "picture"
-                 and not (k == "nvme_limit" and "nvme" in changes)}
-        flags = [w for name, value in (given | changes).items() if value for w in self.flag(name, value)]
-        return shlex.join(["megatrain", "plan", self.given["model"], *flags])
-
-    def flag(self, name: str, value: Any) -> list[str]:
-        if isinstance(value, dict) or (name in SIZES and not isinstance(value, str)):
-            value = as_size(value["limit"] if isinstance(value, dict) else value)
-        return [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-
-
 def _json(value: Any) -> str:
     """With null for what is no number of JSON."""
     return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), indent=1) + "\n"
@@ -231,9 +210,9 @@ def _planned(p: mt.Plan, one: mt.Plan | None) -> dict[str, Any]:
     return {"fits": True} | found | {name: getattr(p, name) for name in follows} | of_one
 
 
-def _refused(found: Any, shell: _Shell) -> dict[str, Any]:
+def _refused(found: Any, shell: Flags) -> dict[str, Any]:
     return {"fits": False, "why": found.why.splitlines()[0], "vram": found.vram, "host": found.host,
             "vram_bytes": sum(found.vram.values()), "host_bytes": sum(found.host.values()), "changes": found.alone,
             "ways": [{"changes": way.changes, "tokens_per_second": way.tokens_per_second,
-                      "command": shell.whole(way.changes)} for way in found.ways[:WAYS]],
+                      "command": shell(way.changes, line=True)} for way in found.ways[:WAYS]],
             "machine": {f"{name}_bytes": need for name, (need, _) in found.machine.items()}}

@@ -1,4 +1,5 @@
-"""Records of data: of files, of folders of files, of a data set on the hub; and what a record asks.
+"""What is read: records of files, of folders of files, of a data set on the hub; what a record asks; and conversations
+as the model's own chat template writes them.
 
     .jsonl .ndjson      a line, a record            .csv .tsv     a row, a record, by the names in the first row
     .json               an entry of its list        .parquet      a row, read by `datasets`
@@ -10,21 +11,26 @@ A record that cannot be read is given as the MegatrainError that says why: one b
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from megatrain_torch import MegatrainError
 
 from .folder import MARKER
-from .settings import from_json, near, say
+from .settings import from_json, near, need, say
 
 TEXT_KINDS = (".txt", ".text", ".md", ".py", ".rst")
 LINE_KINDS, TABLE_KINDS = (".jsonl", ".ndjson"), {".csv": ",", ".tsv": "\t"}
 RECORD_KINDS = (*LINE_KINDS, ".json", *TABLE_KINDS, ".parquet")
 SEPARATORS = (";", "\t", "|")        # that are written into .csv too
 Record = dict[str, Any]
+Message = dict[str, Any]
 
 
 def records(data: str, split: str = "train") -> Iterator[Record | MegatrainError]:
@@ -113,10 +119,10 @@ def _record(found: Any, where: str) -> Record | MegatrainError:
 
 def _table(path: Path) -> Iterator[Record | MegatrainError]:
     csv.field_size_limit(2**31 - 1)                      # of a field; Python's own is 128 KiB
-    between = TABLE_KINDS[path.suffix.lower()]
     with path.open("rb") as raw:                         # the first line has names alone
         first = raw.readline(1 << 16).decode("utf-8", "replace")
-    between = between if between in first else next((s for s in SEPARATORS if s in first), between)
+    usual = TABLE_KINDS[path.suffix.lower()]
+    between = next((s for s in (usual, *SEPARATORS) if s in first), usual)
     with path.open(encoding="utf-8-sig", newline="") as text:
         rows = csv.reader(text, delimiter=between, strict=True)
         try:
@@ -147,10 +153,9 @@ def _row(names: list[str], row: list[str], where: str) -> Record | MegatrainErro
 
 def _loaded(name: str, where: str, **kw: Any) -> Iterator[Record]:
     """What `datasets` reads, streamed: nothing of it goes into its cache."""
-    try:
-        import datasets
-    except ImportError:
-        raise MegatrainError(f"{where}: parquet, and data on the hub, need pip install datasets") from None
+    need(f"{where}: parquet, and data on the hub, need", "datasets")
+    import datasets
+
     try:
         yield from datasets.load_dataset(name, streaming=True, **kw)
     except (ImportError, OSError, ValueError) as why:    # the first: of what a set's own files need
@@ -170,8 +175,8 @@ _ALPACA = ("Below is an instruction that describes a task{beside}. Write a respo
 
 
 def as_asked(record: Record, chat: bool, where: str) -> Record:
-    """A record with `messages`, `prompt` and `completion`, or `text`, in the place of other names for them. chat: the
-    tokenizer has a chat template."""
+    """A record of `messages`, of `prompt` and `completion`, or of `text`, whatever it calls them. chat: the tokenizer
+    has a chat template."""
     record, asked, beside = _asking(record)
     if {"chosen", "rejected"} <= record.keys():
         raise MegatrainError(f"{where} is a preference (chosen, rejected): --method dpo, orpo or reward trains on such")
@@ -188,8 +193,8 @@ def as_asked(record: Record, chat: bool, where: str) -> Record:
     answer = next((name for name in (FIRST.get(asked[0] if asked else ""), *ANSWERED) if name in record), None)
     if not asked or answer is None:
         return record
-    _check_text(record, answer, where)
-    return _told(record, asked, beside, record[answer], chat, where)
+    _check_texts(record, [answer], where)
+    return _told(record, asked, beside, {"completion": record[answer]}, chat, where)
 
 
 def with_prompt(record: Record, chat: bool, where: str) -> Record:
@@ -197,11 +202,8 @@ def with_prompt(record: Record, chat: bool, where: str) -> Record:
     record, asked, beside = _asking(record)
     if not asked or any(name in record for name in KNOWN[:3]):
         return record
-    made = dict(record)
-    for name in [n for n in ("chosen", "rejected", "completion") if isinstance(record.get(n), str)] or [""]:
-        found = _told(record, asked, beside, record.get(name, ""), chat, where)
-        made |= {"prompt": found["prompt"]} | ({name: found["completion"]} if name else {})
-    return made
+    answers = {n: record[n] for n in ("chosen", "rejected", "completion") if isinstance(record.get(n), str)}
+    return _told(record, asked, beside, answers, chat, where)
 
 
 def _asking(record: Record) -> tuple[Record, list[str], list[str]]:
@@ -212,16 +214,17 @@ def _asking(record: Record) -> tuple[Record, list[str], list[str]]:
     return record, *([n for n in names if record.get(n) not in (None, "")] for names in (ASKED, BESIDE))
 
 
-def _check_text(record: Record, name: str, where: str) -> None:
-    if not isinstance(value := record[name], str):
-        kind = "null" if value is None else f"a {type(value).__name__}"
-        raise MegatrainError(f"{where}: {name} is {kind}: a text is needed")
+def _check_texts(record: Record, names: list[str], where: str) -> None:
+    for name in names:
+        if not isinstance(value := record[name], str):
+            kind = "null" if value is None else f"a {type(value).__name__}"
+            raise MegatrainError(f"{where}: {name} is {kind}: a text is needed")
 
 
-def _told(record: Record, asked: list[str], beside: list[str], answer: str, chat: bool, where: str) -> Record:
-    """Prompt and completion: messages where there is a chat template, else Alpaca's prompt or `Question: ...`."""
-    for name in (*asked, *beside, *(n for n in SYSTEM if record.get(n) is not None)):
-        _check_text(record, name, where)
+def _told(record: Record, asked: list[str], beside: list[str], answers: Mapping[str, str], chat: bool, where: str
+          ) -> Record:
+    """With a prompt and answers to it: messages where there is a chat template, else Alpaca's prompt or `Question:`."""
+    _check_texts(record, [*asked, *beside, *(n for n in SYSTEM if record.get(n) is not None)], where)
     system, words, about = ("\n\n".join(record[name] for name in names if record.get(name))
                             for names in (SYSTEM, asked, beside))
     turns = record.get("history") or []                  # before: pairs of what was asked and answered, oldest first
@@ -232,16 +235,142 @@ def _told(record: Record, asked: list[str], beside: list[str], answer: str, chat
         said = [("system", system)] * bool(system)
         said += [pair for turn in turns for pair in zip(("user", "assistant"), turn)]
         said.append(("user", "\n\n".join(filter(None, (words, about)))))
-        more = {name: record[name] for name in ("tools", "chat_template_kwargs") if name in record}
-        return {"prompt": [{"role": role, "content": text} for role, text in said],
-                "completion": [{"role": "assistant", "content": answer}], **more}
+        return record | {"prompt": [{"role": role, "content": text} for role, text in said]} | {
+            name: [{"role": "assistant", "content": text}] for name, text in answers.items()}
     if turns:
         raise MegatrainError(f"{where} has a history, and the model's tokenizer has no chat template: take an "
                              "instruction-tuned model's tokenizer")
-    head = f"{system}\n\n" if system else ""
+    head, space = f"{system}\n\n" if system else "", ""
     if asked[0] == "question":
-        head += f"{about}\n\n" if about else ""
-        return {"prompt": f"{head}Question: {words}\nAnswer:", "completion": f" {answer}"}
-    return {"prompt": head + _ALPACA.format(
-        asked=words, input=f"### Input:\n{about}\n\n" if about else "",
-        beside=", paired with an input that provides further context" if about else ""), "completion": answer}
+        prompt, space = f"{about}\n\n" * bool(about) + f"Question: {words}\nAnswer:", " "
+    else:
+        prompt = _ALPACA.format(asked=words, input=f"### Input:\n{about}\n\n" * bool(about),
+                                beside=", paired with an input that provides further context" * bool(about))
+    return record | {"prompt": head + prompt} | {name: space + text for name, text in answers.items()}
+
+
+# ---- conversations -------------------------------------------------------------------------------
+# What is trained is what the template renders at inference. An answer begins where the generation prompt ends, behind
+# a think block that the prompt opens, and ends with its end token. Where the whole conversation shows each answer as it
+# was when it was made, one rendering serves all. Else (a template that takes thoughts out of earlier answers, or moves
+# the system's words) each answer has a rendering of its own, with what came before it.
+
+# ShareGPT's names, {"from": ..., "value": ...}, for those of chat templates.
+SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
+            "tool": "tool", "observation": "tool"}
+_NOW = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
+_PROBE = "\ue000"                    # stands in no data: a letter of the private area
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A text, and [begin, end) of each answer in it."""
+
+    text: str
+    answers: list[tuple[int, int]]
+
+
+class Template:
+    """The tokenizer's chat template, with what the record at hand has for it beside its messages."""
+
+    def __init__(self, tokenizer: Any, date: datetime | None = None) -> None:
+        """date: for templates that tell the model which day it is; a run that goes on has that of its beginning."""
+        self._tokenizer, self.where, self._more = tokenizer, "", {}
+        # By its text: functions are not passed on to a template.
+        text = tokenizer.chat_template
+        self._dated = {"chat_template": _NOW.sub(lambda m: repr(date.strftime(m[2])), text)} if date and isinstance(
+            text, str) else {}
+        self.ends = tuple(tokenizer.get_added_vocab())           # what may end an answer
+
+    def for_record(self, record: Record, where: str) -> Template:
+        if not self._tokenizer.chat_template:
+            raise MegatrainError(f"{where} is a conversation, and the model's tokenizer has no chat template: take an "
+                                 "instruction-tuned model's tokenizer, --chat-template FILE, or data with prompt and "
+                                 "completion")
+        tools, more = record.get("tools"), record.get("chat_template_kwargs") or {}
+        if isinstance(tools, str) and tools:         # tables keep what differs from row to row as JSON
+            tools = from_json(tools, f"{where}: tools")
+        if not isinstance(tools or [], list) or not isinstance(more, dict):
+            raise MegatrainError(f"{where}: tools must be a list of tools, and chat_template_kwargs an object")
+        self.where, self._more = where, {**self._dated, **more, "tools": tools or None}
+        return self
+
+    def __call__(self, messages: list[Message], prompt: bool = False) -> str:
+        """The text; prompt: as the model is given it to answer."""
+        try:
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt,
+                                                       **self._more)
+        except Exception as why:                     # a template is a program, and raises what it likes
+            raise MegatrainError(f"{self.where}: the chat template does not take it: {why}") from None
+
+    def end_of(self, text: str) -> str:
+        """The token that ends it; "": none does."""
+        return next((token for token in self.ends if text.endswith(token)), "")
+
+
+def messages_of(found: list[Any], where: str) -> list[Message]:
+    """With `role` and `content`, whichever of the two ways they are written."""
+    made = []
+    for number, message in enumerate(found, 1):
+        if isinstance(message, dict) and "role" not in message and {"from", "value"} <= message.keys():
+            if str(message["from"]) not in SPEAKERS:
+                raise MegatrainError(f"{where}: message {number} is from {message['from']!r}, and known are "
+                                     f"{', '.join(SPEAKERS)}; rename it, or write messages with `role` and `content`")
+            message = {"role": SPEAKERS[message["from"]], "content": message["value"]}
+        if not isinstance(message, dict) or not {"role"} < message.keys():
+            has = ", ".join(map(repr, message)) if isinstance(message, dict) else repr(message)
+            raise MegatrainError(f"{where}: message {number} has {has}; `role` (user, assistant) and `content` are "
+                                 "needed")
+        made.append({k: v for k, v in message.items() if v is not None or k == "content"})
+    return made
+
+
+def rendered(messages: list[Message], template: Template, first: int = 0) -> list[Chat]:
+    """The texts to train: one, or one for each answer. first: the message from which on answers are learned."""
+    said = [i for i, m in enumerate(messages) if i >= first and m["role"] in ("assistant", "model")]
+    if not said:
+        raise MegatrainError(f"{template.where}: no message is the assistant's, and nothing else is learned of a "
+                             "conversation")
+    shown = [template(messages[:i + 1]) for i in said]
+    each, whole = [_answered(messages[:i + 1], text, template) for i, text in zip(said, shown)], shown[-1]
+    # What is "" but for its end is a call of tools that the template leaves out.
+    each = [chat for chat in each if (text := chat.text[slice(*chat.answers[0])].strip()).removesuffix(
+        template.end_of(text)).strip()]
+    if not each:
+        raise MegatrainError(f"{template.where}: the chat template shows nothing of what the assistant says")
+    if not all(whole.startswith(chat.text) for chat in each):
+        return each
+    places = []
+    for chat in each:                                # where the next speaker's name is what ends an answer, that too
+        [(begin, end)] = chat.answers
+        stops = [t for t in template.ends if whole.startswith(t, end) and not template.end_of(chat.text)]
+        places.append((begin, end + len(stops[0] if stops else "")))
+    return [Chat(whole[:places[-1][1]], places)]
+
+
+def _answered(messages: list[Message], text: str, template: Template) -> Chat:
+    """Up to the end of the last message, which is learned. text: as the template shows them."""
+    def begin_of_content() -> int:
+        with contextlib.suppress(MegatrainError):
+            return _same(template([*before, {**messages[-1], "content": _PROBE}]), text)
+        return len(text)
+
+    before = messages[:-1]
+    try:
+        prompt = template(before, prompt=True)
+    except MegatrainError:                           # nobody spoke before, and the template wants somebody
+        prompt = text[:begin_of_content()]
+    begin = _same(prompt, text)
+    if begin < len(prompt):                          # the answer is not shown as the prompt asks for it
+        content = begin_of_content()
+        if before and not text.startswith(template(before)):
+            text, begin = prompt + text[content:], len(prompt)   # nor is what came before it
+        else:
+            begin = min(begin, content)              # letters of the answer may be those of the prompt by chance
+    text = bare if template.end_of(bare := text.rstrip()) else text
+    return Chat(text, [(begin, len(text))])
+
+
+def _same(one: str, other: str) -> int:
+    """Letters that both begin with."""
+    return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))

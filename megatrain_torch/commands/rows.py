@@ -20,6 +20,7 @@ import torch
 from megatrain_torch import MegatrainError
 
 from .data import Document
+from .settings import Settings, say
 
 IGNORED = -100                       # a label that is no target, torch's own
 PROBE = 8                            # tokens of a document of why_alone
@@ -129,13 +130,33 @@ def packed(found: Sequence[Document], seq: int, filler: int, alone: bool = False
     return Rows(ids, learned, begins, cut, shared, alone)
 
 
-def prompts_too_long(found: Sequence[Document], seq: int) -> str | None:
-    """Words for it, if all that is to be trained comes behind what a row holds."""
-    found = [part for d in found for part in d.parts]
-    if not all(d.whole and not d.trained[1:seq].any() for d in found):
-        return None
-    return (f"every prompt is longer than a row of {seq} (--seq), or as long, and nothing is left of what is to be "
-            f"learned; the longest, with its completion, has {max(map(len, found))} tokens")
+def rows_of(settings: Settings, tokenizer: Any, parts: tuple[list[Document], list[Document]], alone: bool = False
+            ) -> tuple[Rows, Rows]:
+    """Of what is trained, and of what is held out. Raises: MegatrainError: nothing is to be learned."""
+    seq, filler = settings.seq, next((t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id) if t is not None), 0)
+    train, held = (packed(part, seq, filler, alone) for part in parts)
+    if train.targets:
+        return train, held
+    found = [part for d in parts[0] for part in d.parts]
+    if found and all(d.whole and not d.trained[1:seq].any() for d in found):
+        raise MegatrainError(f"{', '.join(settings.data)}: every prompt is longer than a row of {seq} (--seq), or as "
+                             f"long, and nothing is left of what is to be learned; the longest, with its completion, "
+                             f"has {max(map(len, found))} tokens")
+    aside = (f"{settings.validation:.0%} of them are held out (--validation), and the rest"
+             if parts[1] and isinstance(settings.validation, float) else "and that")
+    tokens = sum(len(d) for part in parts for d in part)
+    raise MegatrainError(f"the data has {tokens} tokens; {aside}, in rows of {seq} (--seq), has none to learn")
+
+
+def fitted(model: Any, settings: Settings, tokenizer: Any, parts: tuple[list[Document], list[Document]],
+           rows: tuple[Rows, Rows], flat: bool) -> tuple[Rows, Rows]:
+    """Rows, as rows_of packs them, or, where the model would see other documents in them, of one document each."""
+    if (flat or any(some.shared for some in rows)) and (why := why_alone(model, settings.seq, flat)):
+        many, rows = len(rows[0]), rows_of(settings, tokenizer, parts, alone=True)
+        say(f"{why}; so each has rows of its own, filled up at the end: {len(rows[0])} rows, not {many}")
+    if cut := sum(some.cut for some in rows):
+        say(f"{cut} conversations are longer than {settings.seq} tokens and lost their end; --seq makes room")
+    return rows
 
 
 def collate(flat: bool) -> Callable[[list[dict[str, torch.Tensor]]], dict[str, torch.Tensor]]:

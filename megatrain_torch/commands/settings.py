@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import importlib.util
 import json
 import math
 import os
@@ -37,7 +38,7 @@ SAME = {"learning_rate": "lr", "max_steps": "steps", "num_train_epochs": "epochs
         "adam_beta2": "beta2", "gradient_accumulation_steps": "micro", "hub_model_id": "push_to_hub"}
 # What others call a setting, for messages.
 ALSO = {"batch_size": "tokens", "per_device_train_batch_size": "tokens", "dataset": "data", "model_name": "model",
-        "warmup_ratio": "warmup", "text_column": "column", "val_split": "validation"}
+        "warmup_ratio": "warmup", "text_column": "column", "val_split": "validation", "rank": "r"}
 LEAST = {"kto": 2, "grpo": 8}            # records of a step: KTO compares them, GRPO answers of one prompt
 SEQUENCES = {"dpo": 2, "orpo": 2, "reward": 2}       # of tokens, that a record has
 STEPS_LEAST = 20                         # steps of an epoch, where `tokens` is not given
@@ -51,6 +52,12 @@ def say(text: str) -> None:
     """A line on stdout, at once."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
+
+
+def need(what: str, *packages: str) -> None:
+    """Refuses where one is not installed. what: words before their names, as "adapters need"."""
+    if gone := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise MegatrainError(f"{what} {' and '.join(gone)}: pip install {' '.join(gone).replace('yaml', 'pyyaml')}")
 
 
 def near(name: str) -> str:
@@ -76,6 +83,13 @@ def from_json(text: str | bytes, where: str) -> Any:
     raise MegatrainError(f"{where}: {said}")
 
 
+def read_table(path: Path) -> dict[str, Any]:
+    """A file of JSON that holds one."""
+    if not isinstance(found := from_json(path.read_bytes(), str(path)), dict):
+        raise MegatrainError(f"{path}: a table is needed")
+    return found
+
+
 # ---- the table -----------------------------------------------------------------------------------
 
 def _words(value: Any) -> tuple[str, ...]:
@@ -93,6 +107,12 @@ def _targets(value: Any) -> tuple[str, ...]:
     if ALL in found and len(found) > 1:
         raise MegatrainError(f"targets={','.join(found)}: {ALL} has the others in it; leave them out, or it")
     return found
+
+
+def _yes(value: Any) -> bool:
+    if (word := str(value).lower()) not in ("true", "false"):
+        raise ValueError
+    return word == "true"
 
 
 def _share(value: Any) -> float | str:
@@ -122,18 +142,20 @@ def as_words(value: Any) -> str:
 COUNT, POSITIVE, SHARE = (1, math.inf), (math.ulp(0.0), math.inf), (0, 1)
 KINDS = {int: ("a whole number", "N"), float: ("a number", "X"), str: ("a word", "WORD"),
          _words: ("a word, or a list of words", "DATA"), _share: ("a number, or a file", "SHARE|DATA"),
-         as_words: (f"words such as {AS}", AS), _targets: ("", "")}
+         as_words: (f"words such as {AS}", AS), _targets: ("", ""), _yes: ("true or false", "")}
 
 
 @dataclass(frozen=True)
 class Lora:
     """--lora: adapters of rank r. targets: names of modules or the ends of such names; ("all",): all linear layers but
-    the head."""
+    the head. dora, rslora: PEFT's use_dora and use_rslora."""
 
     r: int = _setting(None, int, span=COUNT)
     alpha: float = _setting(None, float, span=POSITIVE)
     targets: tuple[str, ...] = _setting((ALL,), _targets)
     dropout: float = _setting(0.0, float, span=(0, 0.999))
+    dora: bool = _setting(False, _yes)
+    rslora: bool = _setting(False, _yes)
 
     @staticmethod
     def of(value: Any) -> Lora:
@@ -159,7 +181,8 @@ class Lora:
     def __str__(self) -> str:
         """As a flag has it, with defaults too, and all digits."""
         alpha, dropout = (repr(n).removesuffix(".0") for n in (self.alpha, self.dropout))
-        return f"r={self.r},alpha={alpha},targets={','.join(self.targets)}" + f",dropout={dropout}" * bool(self.dropout)
+        more = f",dropout={dropout}" * bool(self.dropout) + ",dora=true" * self.dora + ",rslora=true" * self.rslora
+        return f"r={self.r},alpha={alpha},targets={','.join(self.targets)}{more}"
 
 
 @dataclass(frozen=True)
@@ -271,7 +294,7 @@ def _of_kind(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
         return None
     try:
         found = kind(value)
-        if isinstance(value, bool) or (kind is str and not isinstance(value, str)) or (
+        if (isinstance(value, bool) and kind is not _yes) or (kind is str and not isinstance(value, str)) or (
                 kind is float and not math.isfinite(found)) or (kind is int and float(value) != found):
             raise ValueError
     except (TypeError, ValueError, OverflowError):       # the last: of int(inf)
@@ -416,31 +439,39 @@ def _divisors(n: int) -> str:
 # ---- messages in a shell -------------------------------------------------------------------------
 
 class Flags:
-    """How a verb's flags say a plan's settings; a refusal's `text` asks for knows, alone and whole.
+    """How a verb's flags say a plan's settings, and a refusal's changes of them (Refusal.text).
 
-    names: of the verb's flags. gpus: a plan's tokens are one GPU's, a verb's are those of all GPUs."""
+    names: of the verb's flags. gpus: a plan's tokens are one GPU's, a verb's are those of all GPUs. typed: of `plan`,
+    the model and the flags as they were typed: a change is told as that command with the change in it."""
 
-    def __init__(self, names: Iterable[str], gpus: int = 1) -> None:
-        self.names, self._gpus = tuple(names), gpus
+    def __init__(self, names: Iterable[str], gpus: int = 1, typed: Mapping[str, Any] | None = None) -> None:
+        self.names, self._gpus, self._typed = tuple(names), gpus, typed
 
-    def knows(self, changes: dict[str, Any]) -> bool:
-        return set(changes) <= set(self.names)
+    def __call__(self, changes: dict[str, Any], line: bool = False) -> str | None:
+        """As a part of a sentence, or as a line. None: the verb has no flag for it."""
+        if not set(changes) <= set(self.names):
+            return None
+        if line and self._typed is not None:
+            gone = ("picture", *["nvme_limit"] * ("nvme" in changes))
+            typed = {name: self._typed[name] for name in self.names if name in self._typed and name not in gone}
+            return shlex.join(["megatrain", "plan", self._typed["model"], *self._words(typed | changes)])
+        words, gone = self._words(changes), ", ".join(f"--{name}" for name, value in changes.items() if not value)
+        room = f"     (a folder with {as_size(changes['nvme']['limit'])} free)" if line and "nvme" in changes else ""
+        return " ".join([shlex.join(words)] * bool(words) + [f"without {gone}"] * bool(gone)) + room
 
-    def alone(self, changes: dict[str, Any]) -> str:
-        """As a part of a sentence."""
-        gone = [f"--{name}" for name, value in changes.items() if not value]
-        here = shlex.join(w for name, value in changes.items() if value for w in self.flag(name, value))
-        return " ".join([here] * bool(here) + [f"without {', '.join(gone)}"] * bool(gone))
-
-    def whole(self, changes: dict[str, Any]) -> str:
-        """As a line."""
-        room = f"     (a folder with {as_size(changes['nvme']['limit'])} free)" if "nvme" in changes else ""
-        return f"{self.alone(changes)}{room}"
-
-    def flag(self, name: str, value: Any) -> list[str]:
-        if name == "tokens":
-            value *= self._gpus
-        return [f"--{name}", "FOLDER" if name == "nvme" else as_size(value) if name in SIZES else str(value)]
+    def _words(self, values: Mapping[str, Any]) -> list[str]:
+        found = []
+        for name, value in values.items():
+            if name == "nvme" and self._typed is None:
+                value = value and "FOLDER"
+            elif isinstance(value, dict):
+                value = as_size(value["limit"])
+            elif name in SIZES and isinstance(value, int):
+                value = as_size(value)
+            elif name == "tokens" and value:
+                value *= self._gpus
+            found += [f"--{name.replace('_', '-')}", str(value)] if value else []
+        return found
 
     def told(self, why: MegatrainError) -> str:
         """An exception's message: tokens=1000 becomes --tokens 1000. A machine's name has a grammar of its own."""

@@ -29,7 +29,7 @@ from . import data, folder, launch, models
 from .data import Document
 from .folder import Owned
 from .launch import Team, team_of
-from .rows import Rows, held_out, packed, prompts_too_long, why_alone
+from .rows import fitted, held_out, rows_of
 from .settings import (
     DATA,
     SEQUENCES,
@@ -40,9 +40,10 @@ from .settings import (
     for_gpus,
     for_machine,
     for_model,
-    from_json,
     given,
     in_flags,
+    need,
+    read_table,
     read_yaml,
     say,
 )
@@ -116,8 +117,6 @@ def _start(settings: Settings, words: list[str], owned: Owned, check: Callable[[
         return launch.launch(words, settings.gpus)
     import datasets
 
-    from .loop import Run
-
     datasets.disable_progress_bars()
     # Of names that TRL still gives to transformers.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl)\.")
@@ -125,8 +124,7 @@ def _start(settings: Settings, words: list[str], owned: Owned, check: Callable[[
           tempfile.TemporaryDirectory(prefix="megatrain-") as own):
         team.first_does(lambda: stack.enter_context(owned.locked()))
         checkpoint = team.of_first(team.first_does(check))
-        run = Run(team, owned, 0, {"lora": settings.lora, "base": settings.base}, convert, team.of_first(own))
-        _run(settings, run, checkpoint, new_data)
+        _run(settings, team, owned, checkpoint, convert, new_data, team.of_first(own))
     return 0
 
 
@@ -137,11 +135,7 @@ def check_packages() -> None:
     if many != "1" and not launch.joins():
         raise MegatrainError(f"this is one of {many} processes (WORLD_SIZE) that a launcher started: start one, and "
                              f"--gpus {many} starts the others")
-    gone = [name for name in ("transformers", "accelerate", "trl", "datasets", "rich", "yaml")
-            if importlib.util.find_spec(name) is None]
-    if gone:
-        raise MegatrainError(f"megatrain train needs {' and '.join(gone)}: pip install "
-                             f"{' '.join(gone).replace('yaml', 'pyyaml')}")
+    need("megatrain train needs", "transformers", "accelerate", "trl", "datasets", "rich", "yaml")
 
 
 # ---- what resume checks --------------------------------------------------------------------------
@@ -193,8 +187,7 @@ def _check_state(checkpoint: Path) -> None:
     from transformers.trainer_pt_utils import safe_globals
 
     path, randoms = checkpoint / folder.WHOLE, sorted(checkpoint.glob("rng_state*.pth"))     # of each process
-    found = from_json(path.read_bytes(), str(path))
-    found = found if isinstance(found, dict) else {}
+    found = read_table(path)
     for name, kinds in (("global_step", (int,)), ("epoch", (int, float, type(None))), ("log_history", (list,))):
         if type(found.get(name, ...)) not in kinds or found["global_step"] != folder.step_of(checkpoint.name):
             raise MegatrainError(f"{path}: its {name} is not that of this checkpoint")
@@ -209,27 +202,23 @@ def _check_state(checkpoint: Path) -> None:
 
 # ---- the run -------------------------------------------------------------------------------------
 
-def _run(settings: Settings, run: Any, checkpoint: Path | None, new_data: bool) -> None:
+def _run(settings: Settings, team: Team, owned: Owned, checkpoint: Path | None, convert: bool, new_data: bool,
+         scratch: str) -> None:
+    """scratch: a folder for the time of the command, the same for all processes."""
     from . import loop
 
-    began, out, team, owned = time.perf_counter(), Path(settings.out), run.team, run.owned
-    sft, lora = settings.method == "sft", settings.lora
+    began, out, lora = time.perf_counter(), Path(settings.out), settings.lora
     torch.manual_seed(settings.seed)
     with team.as_one():
         loop.given(settings)
-        # mt.load takes all that a checkpoint of adapters has, frozen weights too: the model under them is read to have
-        # their form. Other methods compare with it.
-        name = models.beneath(settings) if checkpoint is None or lora is not None or not sft else str(checkpoint)
-        source = models.source_of(settings.model) if checkpoint is None else models.Source(name, str(checkpoint))
-        # A checkpoint's tokenizer has the chat template that the run began with.
-        tokenizer = models.load_tokenizer(source.words, settings.chat_template if checkpoint is None else None)
-        config = models.load_config(source.model)
+        source, tokenizer, config = _named(settings, checkpoint)
         settings = for_model(settings, config)
         if lora is not None:                             # before data and weights are read
             with in_flags("base"):
-                models.check_targets(models.empty(config, settings.base), lora)
+                models.lora_config(models.empty(config, settings.base), lora)
         reward = loop.rewards(settings) if settings.method == "grpo" else None
-    read = team.first_does(lambda: _Data(settings, tokenizer, None if new_data or checkpoint is None else owned))
+    parts, rows, identity = team.first_does(lambda: _read(
+        settings, tokenizer, None if new_data or checkpoint is None else owned)) or (None, None, None)
     with team.as_one():
         # TRL hashes the weights that it asks before the first step, in each process.
         model = models.load_model(source.model, settings.dtype, team.first or settings.method in ("dpo", "kto"),
@@ -237,36 +226,54 @@ def _run(settings: Settings, run: Any, checkpoint: Path | None, new_data: bool) 
         if len(tokenizer) > (there := model.get_input_embeddings().num_embeddings):
             raise MegatrainError(f"the tokenizer has {len(tokenizer)} tokens and the model embeds {there}: they are "
                                  "not of one model")
-    settings, train, held = team.of_first(team.first_does(lambda: read.for_model(model)))
-    if lora is not None:
-        with team.as_one():
+    train, held = team.of_first(team.first_does(lambda: parts if rows is None else fitted(
+        model, settings, tokenizer, parts, rows, settings.device == "cuda")))        # where rows are joined
+    parts = rows = None                                  # documents have as many tokens as the rows
+    with team.as_one():
+        settings = for_data(settings, len(train), SEQUENCES.get(settings.method, 1))
+        if lora is not None:
             model = models.adapted(model, lora, settings.seed)
     with contextlib.ExitStack() as refused:
         team.first_does(lambda: refused.enter_context(_made_if_kept(out)))
-        run.tokens = settings.tokens
         with in_flags(*PLANNED, gpus=settings.gpus):
             settings, how, page = _planned(model, settings, team)
             begin = _words_to_begin(model, settings, train, held)
-            trainer = loop.trainer_of(model, tokenizer, settings, train, held, run, how, reward)
+            run = loop.Run(settings, team, owned, convert, scratch)
+            trainer = loop.trainer_of(run, model, tokenizer, train, held, how, reward)
         team.first_does(lambda: _check_disk(trainer.model, settings, owned.nbytes if checkpoint is None else 0))
-        team.first_does(lambda: (owned.start if checkpoint is None else owned.go_on)(read.identity))
+        team.first_does(lambda: (owned.start if checkpoint is None else owned.go_on)(identity))
     if team.first:
         if page:
             (out / "plan.html").write_text(page)
         folder.write_yaml(out / folder.CONFIG, settings)
     say(begin)
-    if sft:
-        say_cut(train.cut + held.cut, settings.seq)
     # A run that was stopped in its last step has none left to make: Trainer would make one more.
     over = checkpoint is not None and folder.step_of(checkpoint.name) >= settings.steps
-    if stopped := 0 if over else loop.train(trainer, settings, checkpoint):
+    if stopped := 0 if over else loop.train(trainer, checkpoint):
         team.of_first(None)              # which may be writing still
         say(f"stopped at step {trainer.state.global_step}; megatrain resume {out} goes on")
         raise Stopped(stopped)
     team.first_does(lambda: _export_final(trainer.model, tokenizer, owned))
-    _say_end(settings, trainer.rose(), time.perf_counter() - began)
+    rose, chat = trainer.rose(), " --chat" if folder.is_chat(str(out)) else ""
+    end = "done" if not rose else f"{rose}: the run diverged, and a lower --lr than {settings.lr:g} may not; over"
+    say(f"{end} in {time.perf_counter() - began:.0f} s; the {'model' if lora is None else 'adapter'} is "
+        f"{out / folder.FINAL}")
+    tried = "" if settings.method == "reward" else f"try it: megatrain generate {out}{chat} --prompt '...'     "
+    say(f"{tried}look: megatrain report {out}")
     if settings.push_to_hub is not None:
         team.first_does(lambda: _push(out / folder.FINAL, settings.push_to_hub, loop.given(settings)))
+
+
+def _named(settings: Settings, checkpoint: Path | None) -> tuple[models.Source, Any, Any]:
+    """(what the model is read from, tokenizer, config)."""
+    # mt.load takes all that a checkpoint of adapters has, frozen weights too: the model under them is read to have
+    # their form. Other methods compare with it. That a run would begin with adapters over a model is refused there.
+    whole = checkpoint is not None and settings.lora is None and settings.method == "sft"
+    name = str(checkpoint) if whole else models.beneath(settings)
+    source = models.source_of(settings.model) if checkpoint is None else models.Source(name, str(checkpoint))
+    # A checkpoint's tokenizer has the chat template that the run began with.
+    tokenizer = models.load_tokenizer(source.words, settings.chat_template if checkpoint is None else None)
+    return source, tokenizer, models.load_config(source.model)
 
 
 @contextlib.contextmanager
@@ -329,17 +336,10 @@ def _export_final(model: Any, tokenizer: Any, owned: Owned) -> None:
     half = owned.run / folder.HALF
     shutil.rmtree(half, ignore_errors=True)
     half.mkdir()
+    models.save(model, tokenizer, half, owned.run)
     owned.begin(folder.FINAL, {})
-    models.export(model, tokenizer, owned.run / folder.FINAL, half, lambda half: owned.made(folder.FINAL, half))
-
-
-def _say_end(settings: Settings, rose: str, seconds: float) -> None:
-    out = settings.out
-    end = "done" if not rose else f"{rose}: the run diverged, and a lower --lr than {settings.lr:g} may not; over"
-    say(f"{end} in {seconds:.0f} s; the {'model' if settings.lora is None else 'adapter'} is {out}/{folder.FINAL}")
-    chat = " --chat" if folder.is_chat(out) else ""
-    tried = "" if settings.method == "reward" else f"try it: megatrain generate {out}{chat} --prompt '...'     "
-    say(f"{tried}look: megatrain report {out}")
+    owned.made(folder.FINAL, folder.HALF)                # before it has its name: what has it is whole, and the run's
+    half.rename(owned.run / folder.FINAL)
 
 
 def _push(model: Path, name: str, given: dict[str, Any]) -> None:
@@ -355,37 +355,21 @@ def _push(model: Path, name: str, given: dict[str, Any]) -> None:
 
 # ---- the data ------------------------------------------------------------------------------------
 
-class _Data:
-    """What is trained on, and held out. identity: what tells it from other data. like: a run that had the same."""
-
-    def __init__(self, settings: Settings, tokenizer: Any, like: Owned | None) -> None:
-        self._settings, self._tokenizer = settings, tokenizer
-        told = None if like is None else like.data.get("date")
-        date = datetime.fromisoformat(told) if isinstance(told, str) else datetime.now().replace(microsecond=0)
-        self._parts, self.identity = parts_of(settings, tokenizer, date)
-        self.identity["date"] = date.isoformat()         # templates may tell the model which day it is
-        if like is not None and (said := data.difference(like.data, self.identity)):
-            raise MegatrainError(f"{said}. Put it back as it was to go on to the same bits; megatrain resume "
-                                 f"{like.run} --new-data goes on with this")
-        if settings.method == "sft":                     # what no packing allows is refused before the model is loaded
-            self._rows = rows_of(settings, tokenizer, self._parts)
-            for_data(settings, sum(len(d.parts) if d.whole else math.ceil(len(d) / settings.seq)
-                                   for d in self._parts[0]))
-
-    def for_model(self, model: Any) -> tuple[Settings, Any, Any]:
-        """With rows of one document each, where the model would see others in them."""
-        settings = self._settings
-        if settings.method != "sft":
-            train, held = self._parts
-            return for_data(settings, len(train), SEQUENCES.get(settings.method, 1)), train, held
-        flat = settings.device == "cuda"             # rows of a micro-batch are joined then: they share a row anyhow
-        train, held = self._rows
-        if (flat or train.shared or held.shared) and (why := why_alone(model, settings.seq, flat)):
-            packed_rows = len(train)
-            train, held = rows_of(settings, self._tokenizer, self._parts, alone=True)
-            say_alone(why, packed_rows, len(train))
-        self._parts = self._rows = None              # they have as many tokens as the rows
-        return for_data(settings, len(train)), train, held
+def _read(settings: Settings, tokenizer: Any, like: Owned | None) -> tuple[Any, Any, dict[str, Any]]:
+    """(what is trained on and held out, its rows, what tells it from other data). What no packing allows is refused
+    before a model is loaded. like: a run that had the same data."""
+    told = None if like is None else like.data.get("date")
+    date = datetime.fromisoformat(told) if isinstance(told, str) else datetime.now().replace(microsecond=0)
+    parts, identity = parts_of(settings, tokenizer, date)
+    identity["date"] = date.isoformat()                  # templates may tell the model which day it is
+    if like is not None and (said := data.difference(like.data, identity)):
+        raise MegatrainError(f"{said}. Put it back as it was to go on to the same bits; megatrain resume {like.run} "
+                             "--new-data goes on with this")
+    if settings.method != "sft":
+        return parts, None, identity
+    rows = rows_of(settings, tokenizer, parts)
+    for_data(settings, sum(len(d.parts) if d.whole else math.ceil(len(d) / settings.seq) for d in parts[0]))
+    return parts, rows, identity
 
 
 def parts_of(settings: Settings, tokenizer: Any, date: datetime | None = None
@@ -403,21 +387,6 @@ def parts_of(settings: Settings, tokenizer: Any, date: datetime | None = None
     return parts, data.identity(settings, found, held)
 
 
-def rows_of(settings: Settings, tokenizer: Any, parts: tuple[list[Document], list[Document]],
-            alone: bool = False) -> tuple[Rows, Rows]:
-    filler = next((t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id) if t is not None), 0)
-    train, held = (packed(part, settings.seq, filler, alone) for part in parts)
-    if train.targets == 0:
-        if parts[0] and (why := prompts_too_long(parts[0], settings.seq)):
-            raise MegatrainError(f"{', '.join(settings.data)}: {why}")
-        tokens = sum(len(d) for part in parts for d in part)
-        aside = (f"{settings.validation:.0%} of them are held out (--validation), and the rest"
-                 if isinstance(settings.validation, float) else "and that")
-        raise MegatrainError(f"the data has {tokens} tokens; {aside}, in rows of {settings.seq} (--seq), has none to "
-                             "learn")
-    return train, held
-
-
 def say_unknown(found: list[Document], tokenizer: Any) -> None:
     """A tokenizer of another language or alphabet makes the same token of all that it does not know."""
     unknown = tokenizer.unk_token_id
@@ -425,12 +394,3 @@ def say_unknown(found: list[Document], tokenizer: Any) -> None:
     if unknown != tokenizer.eos_token_id and share > UNKNOWN:
         say(f"{share:.0%} of the data's tokens are {tokenizer.unk_token!r}, which stands for what the model's "
             "tokenizer does not know; it will write that too")
-
-
-def say_cut(cut: int, seq: int) -> None:
-    if cut:
-        say(f"{cut} conversations are longer than {seq} tokens and lost their end; --seq makes room")
-
-
-def say_alone(why: str, packed_rows: int, rows: int) -> None:
-    say(f"{why}; so each has rows of its own, filled up at the end: {rows} rows, not {packed_rows}")

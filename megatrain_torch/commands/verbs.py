@@ -20,9 +20,8 @@ import megatrain_torch as mt
 from megatrain_torch import MegatrainError
 
 from . import data, folder, models
-from .rows import IGNORED, collate, packed, prompts_too_long, why_alone
+from .rows import IGNORED, collate, fitted, rows_of
 from .settings import Settings, add_flags, device_of, for_machine, for_model, given, in_flags, say
-from .train import say_alone, say_cut
 
 TOGETHER = 8                         # rows of an evaluation: weights are streamed once for all of them
 FITS = 0.7                           # of the free device memory, for weights that are put there whole
@@ -88,18 +87,11 @@ def evaluate(args: argparse.Namespace) -> None:
     settings, source = for_machine(settings), models.source_of(settings.model)
     models.check_packages(source.adapter is not None, source.base)
     tokenizer = models.load_tokenizer(source.words, settings.chat_template)
-    settings = for_model(settings, models.load_config(source.model))
-    seq = settings.seq
-    found = data.mixed(data.sources(settings, settings.data, tokenizer), settings.seed)
-    rows = packed(found, seq, 0)
-    if rows.targets == 0:
-        why = prompts_too_long(found, seq) or f"rows of {seq} tokens have none to predict; --seq makes room"
-        raise MegatrainError(f"{', '.join(settings.data)}: {why}")
-    say_cut(rows.cut, seq)
+    settings = for_model(settings, models.load_config(source.model)).with_(validation=0.0)
+    parts = data.mixed(data.sources(settings, settings.data, tokenizer), settings.seed), []
+    rows = rows_of(settings, tokenizer, parts)
     model = models.load(source, settings.dtype)
-    if rows.shared and (why := why_alone(model, seq, False)):
-        packed_rows, rows = len(rows), packed(found, seq, 0, alone=True)
-        say_alone(why, packed_rows, len(rows))
+    rows, _ = fitted(model, settings, tokenizer, parts, rows, flat=False)
     model = mt.stream(model.requires_grad_(False), settings.device, vram=settings.vram, host=settings.host,
                       nvme=settings.nvme).eval()
     total, batch = 0.0, collate(False)
@@ -109,7 +101,7 @@ def evaluate(args: argparse.Namespace) -> None:
             total += model(**{k: v.to(model.device) for k, v in some.items()}, use_cache=False).loss.item() * targets
     loss = total / rows.targets
     say(f"loss {loss:.4f} nats a token, perplexity {math.exp(min(loss, 700)):.4g}; {rows.targets:,} tokens in "
-        f"{len(rows)} rows of {seq}")
+        f"{len(rows)} rows of {settings.seq}")
 
 
 # ---- generate ------------------------------------------------------------------------------------

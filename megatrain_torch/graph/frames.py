@@ -182,9 +182,10 @@ class ReplayFrame:
     """Hooks of a window whose forward runs again in backward: every saved tensor becomes (frame, number), and the first
     that is asked for makes all.
 
-    Holds the inputs (detached, containers copied), the modules' classes, the buffers' values, the random state and the
-    autocast state from before the first run, and a sum of the bits of each row that it gave. Where the code cannot be
-    followed, or reads something that has changed since, the forward runs again to its end, and has to give these.
+    Holds the inputs (detached, containers copied), classes and hooks of the modules, the buffers' values, the random
+    state and the autocast state from before the first run, and a sum of the bits of each row that it gave. Where the
+    code cannot be followed, or reads something that has changed since, the forward runs again to its end, and has to
+    give these.
     """
 
     def __init__(self, window: Window, args: Any, kwargs: Any, reading: Reading | None) -> None:
@@ -200,6 +201,7 @@ class ReplayFrame:
         self.attributes = [dict(own) for _, own in window.answering]
         self.clones = None if window.proved else Fork(clone=True).call(args, kwargs)
         self.classes = [(m, type(m)) for m in window.modules]
+        self.hooks = _hooks(window)
         self.buffers = snapshot_buffers(window.buffered)
         self.shapes: list[Any] | None = [] if self.clones is not None else None
         self.surroundings = surroundings(self.runtime.device)
@@ -267,16 +269,18 @@ class ReplayFrame:
 
     @contextlib.contextmanager
     def as_it_was(self) -> Iterator[tuple[Any, Any]]:
-        """Inputs, weights, classes, buffers, random numbers and autocast as the first run met them; put back after."""
+        """Inputs, weights, classes, hooks, buffers, random numbers and autocast as the first run met them; put back
+        after."""
         self._check()
         rt, window = self.runtime, self.window
         saved_surroundings = surroundings(rt.device)
         saved_buffers = restore_buffers(window.buffered, self.buffers)
         others = [(m, type(m)) for m, kind in self.classes if type(m) is not kind]
-        outer, opened = None, False
+        hooks, outer, opened = _hooks(window), None, False
         try:
             if others:
                 _give_classes(self.classes)
+            _change_hooks(hooks, self.hooks)
             set_surroundings(rt.device, self.surroundings)
             torch.set_autocast_cache_enabled(False)      # it would keep casts of weights that move on
             with torch.enable_grad():
@@ -295,6 +299,7 @@ class ReplayFrame:
             restore_buffers(window.buffered, saved_buffers)
             set_surroundings(rt.device, saved_surroundings)
             _give_classes(others)
+            _change_hooks(self.hooks, hooks)
 
     def _refuse(self, what: str) -> None:
         raise MegatrainError(f"{self.window.name}: run again, its forward {what}; it does not repeat itself: "
@@ -333,6 +338,27 @@ def _give_classes(classes: list[tuple[nn.Module, type]]) -> None:
     for module, kind in classes:
         if type(module) is not kind:
             object.__setattr__(module, "__class__", kind)
+
+
+_Hooks = list[tuple[dict[int, Any], dict[int, Any]]]      # tables of modules that are not empty, and copies of them
+
+
+def _hooks(window: Window) -> _Hooks:
+    """Those of forward. They may be there for one call of the model: PEFT's of activated LoRA hand each layer the
+    call's offsets, and are gone when a layer runs again."""
+    if not any(window.hooks):
+        return []
+    return [(table, dict(table)) for m in window.modules
+            for table in (m._forward_hooks, m._forward_hooks_with_kwargs, m._forward_hooks_always_called,
+                          m._forward_pre_hooks, m._forward_pre_hooks_with_kwargs) if table]
+
+
+def _change_hooks(there: _Hooks, wanted: _Hooks) -> None:
+    if there != wanted:
+        for table, _ in there:
+            table.clear()
+        for table, hooks in wanted:
+            table.update(hooks)
 
 
 def _bits(out: Any) -> list[Tensor]:

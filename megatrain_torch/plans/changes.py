@@ -47,23 +47,11 @@ class Way(NamedTuple):
     tokens_per_second: float
 
 
-class Python:
-    """How changes are written for whoever calls mt.plan; commands have a language of flags with the same methods."""
-
-    @staticmethod
-    def knows(changes: dict[str, Any]) -> bool:
-        """Can it be said?"""
-        return True
-
-    @staticmethod
-    def alone(changes: dict[str, Any]) -> str:
-        """As a part of a sentence."""
-        return ", ".join(f"{name}={typed(name, value)!r}" for name, value in changes.items())
-
-    @staticmethod
-    def whole(changes: dict[str, Any]) -> str:
-        """As a line to run."""
-        return f"mt.plan(..., {Python.alone(changes)})"
+def in_python(changes: dict[str, Any], line: bool = False) -> str:
+    """Changes as whoever calls mt.plan writes them, as a part of a sentence or as a line to run. Commands have flags
+    for them, and None for what a verb has no flag for."""
+    said = ", ".join(f"{name}={typed(name, value)!r}" for name, value in changes.items())
+    return f"mt.plan(..., {said})" if line else said
 
 
 def typed(name: str, value: Any) -> Any:
@@ -86,17 +74,17 @@ class Refusal:
     machine: dict[str, tuple[int, int]]         # "vram", "host": bytes with which a machine would do, and this one's
     frozen: int                         # bytes of host memory for weights alone, where adapters (LoRA) would fit
 
-    def text(self, say: Any = Python) -> str:
-        """All of it. say: a language, as Python is one."""
-        parts, ways = [self.why], [way for way in self.ways if say.knows(way.changes)][:SHOWN]
+    def text(self, say: Callable[..., str | None] = in_python) -> str:
+        """All of it. say: how changes are written."""
+        parts, ways = [self.why], [way for way in self.ways if say(way.changes) is not None][:SHOWN]
         if ways:
-            lines = [f"    # {way.tokens_per_second:,.0f} tokens/s\n    {say.whole(way.changes)}" for way in ways]
+            lines = [f"    # {way.tokens_per_second:,.0f} tokens/s\n    {say(way.changes, line=True)}" for way in ways]
             parts.append("\n".join(["What would fit, the fastest first, each as fast as this or faster:", *lines]))
         single = ({name: value} | ({"tokens": value * self.sequences} if name == "seq" else {})
                   for name, value in self.alone.items())
-        alone = [changes for changes in single if say.knows(changes)]
+        alone = [changes for changes in single if say(changes) is not None]
         told = [set(way.changes) for way in ways]
-        words = [say.alone(changes) for changes in alone if set(changes) not in told]
+        words = [say(changes) for changes in alone if set(changes) not in told]
         words += [f"a machine with {show_bytes(need)} of {'device' if name == 'vram' else 'host'} memory, not "
                   f"{show_bytes(has)}" for name, (need, has) in self.machine.items()]
         if words:
@@ -109,7 +97,7 @@ class Refusal:
             parts.append("What would fit: nothing less than both more device and more host memory, or fewer "
                          "parameters.")
         changed = [item for changes in (*(way.changes for way in ways), *alone) for item in changes.items()]
-        meanings = [f"{say.alone(dict([key]))}: {what}" for key, what in MEANINGS.items() if key in changed]
+        meanings = [f"{say(dict([key]))}: {what}" for key, what in MEANINGS.items() if key in changed]
         return "\n\n".join(parts + ["\n".join(meanings)] * bool(meanings))
 
 
