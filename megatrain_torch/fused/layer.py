@@ -35,8 +35,7 @@ from ..store.state import accumulators, graph_stays, in_backward, in_sight, swap
 from .proof.experts import known_loop, opaque_loop
 from .proof.values import Refused
 from .templates import Template, template
-from .templates.linears import codings_of, dtype_of
-from .templates.parts import Unfit, arguments, names_of, roles_of
+from .templates.parts import Unfit, arguments, codings_of, dtype_of, names_of, roles_of
 from .templates.weights import STRAND, Coded, Expanded, Pieces, Weights, fits
 from .trial import Trial, plain_linears
 
@@ -386,7 +385,7 @@ class Fused(Runner):
         if not isinstance(node, Layer._backward_cls):
             return mode._replace(keep="replay"), None
         may = self.template.links and node.template.links and node.keep != LINKED and node.kept is not None
-        made_from = node.template.made_from(node.kept) if may else None
+        made_from = node.kept[0].out if may else None    # attention's output; None: attention would have to run again
         if made_from is None:
             return mode._replace(keep="attention"), None
         return mode, Link(node, made_from, self.window.runtime.swap.position)
@@ -429,15 +428,11 @@ class Layer(torch.autograd.Function):
         found: list[Tensor | None] = [None] * len(ctx.records)
         dx = None
         if dy is not None:
-            if kept is None:
-                kept = template.nothing_kept(x)
-            elif bundle is not None:
+            if bundle is not None:
                 kept = _mapped(kept, Part, Part.tensor)
             del bundle
-            if ctx.keep == LINKED:
-                kept.x = x
             with rt.keeps.memory():
-                dx, grads = template.backward(dy.contiguous(), kept, fused.operands(ctx.names, ctx.wanted), ctx.call,
+                dx, grads = template.backward(dy.contiguous(), x, kept, fused.operands(ctx.names, ctx.wanted), ctx.call,
                                               ctx.wanted, ctx.needs_input_grad[5])
             found = list(map(grads.get, ctx.trained_names))
         taken = rt.handover.take(ctx.records, ctx.use, nodes, tuple(found))
@@ -490,11 +485,7 @@ def _mapped(kept: Any, kind: type, fn: Callable[[Any], Any]) -> Any:
 
 def _away(kept: Any, bundle: Bundle, x: Tensor, with_input: bool) -> Any:
     """What is kept, on its way off the device; small tensors stay, and x stays where it is not asked for."""
-    def put(t: Tensor) -> Any:
-        goes = bundle.swap.may(t) and (with_input or t.data_ptr() != x.data_ptr())
-        return bundle.add(t) if goes else t
-
-    found = _mapped(kept, Tensor, put)
+    found = _mapped(kept, Tensor, lambda t: bundle.add(t) if bundle.swap.may(t) else t)
     if with_input and bundle.swap.may(x):
         bundle.input = bundle.add(x).number
     bundle.leave()

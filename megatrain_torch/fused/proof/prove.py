@@ -24,11 +24,9 @@ from ... import ops
 from ...graph.reader import Graph, cached
 from ..templates import Template
 from ..templates.attention_half import Rotary
-from ..templates.decoder import Decoder
-from ..templates.linears import Linears
+from ..templates.decoder import Decoder, Embedding, LoneNorm
 from ..templates.moe import Facts
-from ..templates.parts import Norm, roles_of
-from ..templates.single import Embedding, LoneNorm
+from ..templates.parts import Linears, Norm, roles_of
 from . import forms
 from .experts import expert_rows, experts_down, opaque_ops
 from .values import Functions, Refused, Values, operands
@@ -291,10 +289,10 @@ class LayerProof:
     def whole(self, x: Tensor) -> Tensor:
         """y [B, S, H]."""
         a, m = self.a, self.mlp
-        out = self._normed(a.norm1b, self._linear(a.o, self._attention(self._normed(a.norm1, x))))
+        out = self._normed(a.norm_out, self._linear(a.o, self._attention(self._normed(a.norm_in, x))))
         h = x + out * a.factor
-        b = self._normed(m.norm2, h)
-        return h + self._normed(m.norm2b, self._sparse(b) if hasattr(m, "router") else self._dense(b, m)) * m.factor
+        b = self._normed(m.norm_in, h)
+        return h + self._normed(m.norm_out, self._sparse(b) if hasattr(m, "router") else self._dense(b, m)) * m.factor
 
     def _normed(self, norm: Norm | None, x: Tensor) -> Tensor:
         if norm is None:

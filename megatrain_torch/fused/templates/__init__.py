@@ -14,12 +14,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from .decoder import Decoder
-from .parts import Unfit
-from .single import Embedding, LoneNorm
+from .decoder import Decoder, Embedding, LoneNorm
+from .parts import Template, Unfit
 from .weights import Coded, Weights
-
-Template = Decoder | Embedding | LoneNorm
 
 
 def template(module: nn.Module) -> Template:

@@ -93,13 +93,9 @@ class Attention:
         cudnn = self._cudnn(q, sinks)
         if self._wants_mask(q, sinks, cudnn):
             return self._masked(q, sinks).forward(q, k, v, sinks)
-        if self.packed is not None:              # one by one
-            one = dataclasses.replace(self, packed=None)
-            found = [one.forward(*part, sinks) for part in zip(*(t.split(self.packed.lengths, 1) for t in (q, k, v)))]
-            return torch.cat([out for out, _ in found], 1), tuple([kept for _, kept in found])
-        if cudnn and self._long(q, k, sinks):
+        if self.packed is None and cudnn and self._long(q, k, sinks):
             return self._forward_by_rows(q, k, v, sinks)
-        if cudnn and _share(q) > 1:
+        if self.packed is not None or (cudnn and _share(q) > 1):
             return self._forward_in_parts(q, k, v, sinks)
         q, k, v = _turned(q, k, v)
         if cudnn:
@@ -123,13 +119,7 @@ class Attention:
         cudnn = self._cudnn(q, sinks)
         if self._wants_mask(q, sinks, cudnn):
             return self._masked(q, sinks).backward(dout, q, k, v, out, kept, sinks)
-        if self.packed is not None:
-            one = dataclasses.replace(self, packed=None)
-            parts = zip(*(t.split(self.packed.lengths, 1) for t in (dout, q, k, v, out)))        # [1, n, h, D] of each
-            each = [one.backward(*part, of, sinks) for part, of in zip(parts, kept)]
-            dq, dk, dv = (torch.cat(parts, 1) for parts in list(zip(*each))[:3])
-            return dq, dk, dv, None if sinks is None else torch.stack([d for *_, d in each]).sum(0)
-        if cudnn and _share(q) > 1:
+        if self.packed is not None or (cudnn and _share(q) > 1):
             return self._backward_in_parts(dout, q, k, v, out, kept, sinks)
         dout, q, k, v, out = _turned(dout, q, k, v, out)
         dsinks = found = None
@@ -183,7 +173,7 @@ class Attention:
         """Of rows [B, n, hq, D], with their log-sum-exp."""
         return _sinks_grad(*_turned(dout, out), lse, sinks)
 
-    # ---- more than cuDNN's kernels are given: some rows or some heads at a time ----
+    # ---- packed sequences one by one; of more than cuDNN's kernels are given some rows or some heads at a time ----
 
     def _forward_in_parts(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Any]:
         cut = self._cut(q, k, sinks)
@@ -203,7 +193,7 @@ class Attention:
             return self._by_lengths(q)._flash_grads(dout, q, k, v, out, kept, None)
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
         dsinks, each = [], kept
-        if not isinstance(kept[0], tuple):               # of one call: what it kept, for each part
+        if isinstance(kept[0], Tensor):                  # of one call: what it kept, for each part
             lse, *rest = kept
             each = [(part.contiguous(), *rest) for part in lse.chunk(cut[1], _HEADS_AT[cut[0]])]
         for extra, (one, sink, *parts) in zip(each, self._parts(cut, sinks, dq, dk, dv, dout, q, k, v, out)):
@@ -215,10 +205,12 @@ class Attention:
             return dq, dk, dv, None
         return dq, dk, dv, torch.cat(dsinks) if cut[0] == 2 else torch.stack(dsinks).sum(0)
 
-    def _cut(self, q: Tensor, k: Tensor, sinks: Tensor | None) -> tuple[int, int] | None:
-        """(dimension, parts): rows of the batch, which may have to be cut again; of a single row the fewest equal parts
-        of the heads, queries with their keys, none of them too long. None: one key's queries are, and flash takes
-        them, or this raises RuntimeError."""
+    def _cut(self, q: Tensor, k: Tensor, sinks: Tensor | None) -> tuple[int, Any] | None:
+        """(dimension, parts): rows of the batch, which may have to be cut again; of a single row its sequences, by
+        their lengths, or the fewest equal parts of the heads, queries with their keys, none of them too long. None: one
+        key's queries are, and flash takes them, or this raises RuntimeError."""
+        if self.packed is not None:
+            return 1, self.packed.lengths
         if q.shape[0] > 1:
             return 0, min(q.shape[0], math.ceil(_share(q)))
         heads = k.shape[2]
@@ -228,14 +220,14 @@ class Attention:
                                f" key head, at most {CUDNN_MOST} can: shorter rows")
         return None if parts is None else (2, parts)
 
-    def _parts(self, cut: tuple[int, int], sinks: Tensor | None, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
+    def _parts(self, cut: tuple[int, Any], sinks: Tensor | None, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
         """Of each part: this with its mask, its sinks, and views of its [B, S, h, D]."""
         dim, n = cut
-        views = [t.chunk(n, dim) for t in tensors]
-        at = _HEADS_AT[dim]
-        masks = [self.mask] * n if self.mask is None or self.mask.shape[at] == 1 else self.mask.chunk(n, at)
-        own = [sinks] * n if sinks is None or dim == 0 else sinks.chunk(n)
-        return ((dataclasses.replace(self, mask=mask), *rest) for mask, *rest in zip(masks, own, *views))
+        views = [t.split(n, 1) if dim == 1 else t.chunk(n, dim) for t in tensors]
+        each, at = len(views[0]), _HEADS_AT.get(dim)
+        masks = [self.mask] * each if self.mask is None or self.mask.shape[at] == 1 else self.mask.chunk(n, at)
+        own = sinks.chunk(n) if sinks is not None and dim == 2 else [sinks] * each
+        return ((dataclasses.replace(self, mask=mask, packed=None), *rest) for mask, *rest in zip(masks, own, *views))
 
     def _by_lengths(self, q: Tensor) -> Attention:
         """Rows of a batch as sequences behind one another, for flash, whose offsets have 64 bits."""
