@@ -92,12 +92,12 @@ class Session:
     def gather(self, *tensors: Tensor) -> None:
         self.gathered += map(self.values.of, tensors)
 
-    def choose(self, what: str, candidates: Iterable[tuple[Any, Callable[[], Any]]]) -> tuple[Any, Any]:
-        """The first candidate that gives what the module's own code has too, and that; else Refused."""
-        for candidate, run in candidates:
+    def choose(self, what: str, candidates: Iterable[Any], run: Callable[[Any], Any]) -> tuple[Any, Any]:
+        """The first candidate of which `run` gives what the module's own code has too, and that; else Refused."""
+        for candidate in candidates:
             before, TELLER.disabled = TELLER.disabled, True  # torch prints what fails on fake tensors, caught or not
             try:
-                out = run()
+                out = run(candidate)
             except (RuntimeError, IndexError, Refused):      # sizes, or parts, that are not for this form
                 continue
             finally:
@@ -254,8 +254,8 @@ def _meaning(session: Session, template: Any, module: nn.Module, weights: dict[s
         return F.embedding(session.atom(x), w["weight"], template.padding)
     if isinstance(template, LoneNorm):
         norm = template.norm
-        norm.style, y = session.choose(norm.weight, (
-            (style, lambda form=form: form(session.atom(x), w["weight"], norm.eps)) for style, form in forms.NORMS))
+        (norm.style, _), y = session.choose(norm.weight, forms.NORMS,
+                                            lambda one: one[1](session.atom(x), w["weight"], norm.eps))
         return y
     return LayerProof(session, template, module, w, kwargs).whole(session.atom(x))
 
@@ -298,9 +298,9 @@ class LayerProof:
         if norm is None:
             return x
         w = self.w[norm.weight]
-        self._style, y = self.session.choose(norm.weight.removesuffix(".weight"), (
-            ((style, form), lambda form=form: form(x, w, norm.eps))
-            for style, form in sorted(forms.NORMS, key=lambda form: form != self._style)))
+        self._style, y = self.session.choose(
+            norm.weight.removesuffix(".weight"), sorted(forms.NORMS, key=lambda one: one != self._style),
+            lambda one: one[1](x, w, norm.eps))
         norm.style = self._style[0]
         return y
 
@@ -329,8 +329,8 @@ class LayerProof:
         if a.kind == "sdpa":
             out = forms.sdpa(q, k, v, mask, a.scale, a.causal and mask is None)
         elif a.sinks:
-            out = self.session.choose("attention with sinks", (
-                (None, lambda form=form: form(q, k, v, mask, a.scale, self.w[a.sinks])) for form in forms.SINKS))[1]
+            out = self.session.choose("attention with sinks", forms.SINKS,
+                                      lambda form: form(q, k, v, mask, a.scale, self.w[a.sinks]))[1]
         else:
             out = forms.spelled(q, k, v, mask, a.scale, a.cap)
         return out.transpose(1, 2).reshape(*x.shape[:-1], a.o.inputs)
@@ -352,8 +352,8 @@ class LayerProof:
             a.rotary = None
             return heads
         kinds = [one for one in forms.ROTARIES if Rotary(*one[0]).parted == a.parted]
-        (kind, form), first = self.session.choose("its rotary embedding", (
-            (one, lambda form=one[1]: form(heads[0], self.cos, self.sin)) for one in kinds))
+        (kind, form), first = self.session.choose("its rotary embedding", kinds,
+                                                  lambda one: one[1](heads[0], self.cos, self.sin))
         found = first, *(form(t, self.cos, self.sin) for t in heads[1:])
         a.rotary = Rotary(*kind)
         return found
@@ -390,8 +390,7 @@ class LayerProof:
     def _dense(self, b: Tensor, mlp: Any) -> Tensor:
         """A gated MLP, or a shared expert."""
         gate, up = self._each(mlp.gu, b, (mlp.down.inputs,) * 2)
-        mlp.act, activated = self.session.choose("its activation", (
-            (code, lambda form=form: form(gate)) for code, form in forms.ACTIVATIONS))
+        (mlp.act, _), activated = self.session.choose("its activation", forms.ACTIVATIONS, lambda one: one[1](gate))
         return self._linear(mlp.down, activated * up)
 
     def _sparse(self, b: Tensor) -> Tensor:
@@ -401,8 +400,8 @@ class LayerProof:
         if m.shared is None:
             return y.view(b.shape)
 
-        def with_shared(runs_flat: bool, wide: bool) -> Tensor:
-            z = flat if runs_flat else b
+        def with_shared(way: tuple[bool, bool]) -> Tensor:
+            (runs_flat, wide), z = way, flat if way[0] else b
             other = self._dense(z, m.shared)
             if m.shared.gate:
                 other = torch.sigmoid(self._linear(m.shared.gate, z)) * other
@@ -410,47 +409,44 @@ class LayerProof:
                 return (y.float() + other.float()).to(b.dtype).view(b.shape)
             return (y + other).view(b.shape) if runs_flat else y.view(b.shape) + other
 
-        return self.session.choose("its shared expert", (
-            (None, lambda flat=flat, wide=wide: with_shared(flat, wide))
-            for flat, wide in ((True, False), (False, False), (True, True))))[1]
+        return self.session.choose("its shared expert", ((True, False), (False, False), (True, True)), with_shared)[1]
 
     def _routed(self, b: Tensor) -> tuple[Tensor, Tensor]:
         """weights, chosen [T, k]. Step by step, what is more first: what is normalised, scaled or rounded is there
         before it is, too."""
         r, choose = self.mlp.router, partial(self.session.choose, "its router")
         weight, bias = self.w[r.weight], self.w[r.bias] if r.bias else None
-        wide, logits = choose((n, lambda n=n: forms.router_logits(b, weight, bias, n)) for n in (True, False))
-        kind, found = choose((
+        wide, logits = choose((True, False), lambda wide: forms.router_logits(b, weight, bias, wide))
+        (kind, _), found = choose((
             ("sigmoid", lambda: logits.float().sigmoid()),
             ("softmax", lambda: F.softmax(logits.float(), dim=-1)),
             ("softmax", lambda: F.softmax(logits, dim=-1, dtype=torch.float)),
             ("of the largest", lambda: torch.topk(logits, r.top_k, dim=-1)),
-            ("of the largest", lambda: torch.topk(logits.float(), r.top_k, dim=-1))))
+            ("of the largest", lambda: torch.topk(logits.float(), r.top_k, dim=-1))), lambda one: one[1]())
         if kind == "softmax":
             w, chosen = torch.topk(found, r.top_k, dim=-1)
         elif kind == "sigmoid":
             w, chosen = self._scored(found)
         else:
             top, chosen = found
-            w = choose((n, lambda n=n: F.softmax(top, dim=-1, dtype=n)) for n in (torch.float, top.dtype))[1]
+            w = choose((torch.float, top.dtype), lambda dtype: F.softmax(top, dim=-1, dtype=dtype))[1]
         total = w.sum(dim=-1, keepdim=True)
-        (normalised, least), w = choose((
-            *(((True, n), lambda n=n: w / (total + n if n else total))
-              for n in ((0.0, 1e-20, 1e-6, 1e-12) if kind == "sigmoid" else (0.0,))),
-            ((kind == "of the largest", 0.0), lambda: w)))
-        factor, w = choose((n, lambda n=n: w * n) for n in self.factors)
-        rounds, w = choose(((True, lambda: w.to(b.dtype)), (False, lambda: w)))
-        r.facts = Facts(kind == "sigmoid", normalised, wide, rounds, factor, least)
+        least, w = choose((0.0, 1e-20, 1e-6, 1e-12, None) if kind == "sigmoid" else (0.0, None),     # None: it does not
+                          lambda n: w if n is None else w / (total + n if n else total))
+        factor, w = choose(self.factors, lambda n: w * n)
+        rounds, w = choose((True, False), lambda rounds: w.to(b.dtype) if rounds else w)
+        normalised = least is not None or kind == "of the largest"
+        r.facts = Facts(kind == "sigmoid", normalised, wide, rounds, factor, least or 0.0)
         return w, chosen
 
     def _scored(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Of the largest scores, corrected, in the best groups of experts. A single group may be masked, or not."""
         r = self.mlp.router
         choice = scores if self.correction is None else scores + self.correction
-        _, chosen = self.session.choose("its router's choice", (
-            (masked, lambda masked=masked: torch.topk(
+        _, chosen = self.session.choose(
+            "its router's choice", (True, False) if r.groups == 1 else (True,), lambda masked: torch.topk(
                 forms.of_groups(choice, r.experts, r.groups, r.best) if masked else choice, r.top_k, dim=-1,
-                sorted=False)[1]) for masked in ((True, False) if r.groups == 1 else (True,))))
+                sorted=False)[1])
         return scores.gather(1, chosen), chosen
 
     def _experts(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -460,7 +456,6 @@ class LayerProof:
         z = expert_rows(self.session.values, hidden, chosen, own, 2 * e.inter)
         gates = [*((code, partial(forms.gate, act)) for code, act in forms.ACTIVATIONS),
                  (ops.CLAMPED, forms.clamped_gate)]
-        (e.act, e.interleaved), gated = self.session.choose("the gate of its experts", (
-            ((code, pairs), lambda form=form, pairs=pairs: form(z, pairs))
-            for code, form in gates for pairs in (False, True)))
+        ((e.act, _), e.interleaved), gated = self.session.choose(
+            "the gate of its experts", itertools.product(gates, (False, True)), lambda one: one[0][1](z, one[1]))
         return experts_down(self.session.values, gated, hidden, chosen, weights, own)

@@ -9,7 +9,6 @@ Letters: T tokens, k experts of each, R = T k rows, E experts, H hidden, I an ex
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -21,8 +20,7 @@ from .weights import Grads, Weights
 
 # ---- routers ---------------------------------------------------------------------------------------
 
-@dataclass
-class Routed:
+class Routed(NamedTuple):
     """logits: [T, E] fp32, or the layer's type. index: [T, k] int64."""
 
     logits: Tensor

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 
 from ... import ops
 from ...base.codes import Coding, coded, format_of
@@ -421,6 +422,10 @@ class Kept:
         own = (None if t is None else t[rows] for t in (self.rstd, self.last, self.rstd_out, self.qkv))
         return Kept(None, *own, out=None if self.out is None else self.out[:, rows],
                     inner={name: t[:, rows] for name, t in self.inner.items()})
+
+
+# Who keeps it elsewhere puts other things in the places of its tensors.
+register_pytree_node(Kept, lambda k: (list(vars(k).values()), None), lambda values, _: Kept(*values))
 
 
 class Half:
