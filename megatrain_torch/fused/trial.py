@@ -18,9 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from ..base.codes import format_of, multiplies
-from ..graph.frames import SavedFrame, _pop, _push
+from ..graph.frames import SavedFrame
 from ..graph.stacks import Stack
-from ..store.state import swap_window
 from .proof.experts import loop_of
 from .templates import Template
 from .templates.parts import Unfit
@@ -178,15 +177,9 @@ class Trial:
             raise Unfit(f"its code cannot be run in fp32: {str(error).strip().splitlines()[0]}") from error
 
     def _run(self, bound: Any, x: Tensor, kwargs: Any) -> Run:
-        x, frame = x.detach().requires_grad_(self.template.differentiable_input), SavedFrame(self.window)
-        outer = swap_window(bound)
-        _push(frame.pack, frame.unpack)      # no graph of a look holds a slot
-        try:
-            with torch.enable_grad():
-                y = self.window.inner(x, **kwargs)
-        finally:
-            _pop()
-            swap_window(outer)
+        x = x.detach().requires_grad_(self.template.differentiable_input)
+        with torch.enable_grad():            # no graph of a look holds a slot
+            y = self.window.run((x,), kwargs, bound, SavedFrame(self.window))
         if not isinstance(y, Tensor):
             raise Unfit("its forward gives something else than one tensor")
         return y, {**({"dx": x} if x.requires_grad else {}),

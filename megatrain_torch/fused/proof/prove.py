@@ -23,7 +23,6 @@ from torch.nn import functional as F
 from ... import ops
 from ...graph.reader import Graph, cached
 from ..templates import Template
-from ..templates.attention_half import Rotary
 from ..templates.decoder import Decoder, Embedding, LoneNorm
 from ..templates.moe import Facts
 from ..templates.parts import Linears, Norm, roles_of
@@ -351,12 +350,10 @@ class LayerProof:
         if a.rotary is None or self.cos is None:
             a.rotary = None
             return heads
-        kinds = [one for one in forms.ROTARIES if Rotary(*one[0]).parted == a.parted]
-        (kind, form), first = self.session.choose("its rotary embedding", kinds,
+        kinds = [one for one in forms.ROTARIES if one[0].parted == a.parted]
+        (a.rotary, form), first = self.session.choose("its rotary embedding", kinds,
                                                   lambda one: one[1](heads[0], self.cos, self.sin))
-        found = first, *(form(t, self.cos, self.sin) for t in heads[1:])
-        a.rotary = Rotary(*kind)
-        return found
+        return first, *(form(t, self.cos, self.sin) for t in heads[1:])
 
     def _latent_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The same by way of few numbers, which are what a cache gathers: normed, and turned."""
