@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ... import ops
 from ...base.limits import show_bytes
 from ...graph import hf_calls
-from .attention import Attention, long_tokens
+from .attention import Attention, _turned, long_tokens, sinks_grad
 from .parts import Half, Kept, Linears, Norm, Unfit, child, cut, has, roles_of
 from .weights import Grads, Sums, Weights
 
@@ -263,14 +263,14 @@ class SelfAttention(AttentionHalf):
                           sinks: Tensor | None) -> Tensor:
         """As backward, of one row, whose gradients never exist whole but for dx, which takes dh's place."""
         sums = Sums(grads)
-        walk = call.attention.walk_back(*self._rotated(k, shape, w, call, in_place=False), k.out, k.extra)
-        for rows in walk.blocks():
+        blocks, gradients = call.attention.walk_back(*self._rotated(k, shape, w, call, in_place=False), k.out, k.extra)
+        for rows in blocks:
             part = k.part(rows)
             dout = self._attention_grad(dh[rows], w, part, sums)
             if self.sinks and sums.wants(self.sinks):
-                sums[self.sinks] = call.attention.sinks_grad(dout, part.out, walk.lse[:, :, rows], sinks)
+                sums[self.sinks] = sinks_grad(*_turned(dout, part.out), k.extra[0][:, :, rows], sinks)
             cos, sin = (None if t is None else t[:, rows] for t in (call.cos, call.sin))
-            dqkv = self._unrotated(walk.of(rows, dout), part.out.shape[:2], w, cos, sin, part, sums)
+            dqkv = self._unrotated(gradients(rows, dout), part.out.shape[:2], w, cos, sin, part, sums)
             del dout
             dh[rows] = self.input_grad(self.first, dqkv, dh[rows], x[rows], None, w, part, sums)
         sums.finish()
@@ -380,17 +380,15 @@ class LatentAttention(AttentionHalf):
     def _heads(self, k: Kept, shape: Any, w: Weights, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v; what they are made of is made where it is not there, in backward again."""
         if self.q_up and k.q is None:
-            low, k.inner["q_a"] = self.q_norm.before(self.q_up, k.qkv[:, :self.wide], w)
+            low, k.inner["q_a"] = self.q_norm.forward(k.qkv[:, :self.wide], w, self.q_up)
             k.q = self.q_up.forward(low, w)
             self._turn(self._queries(k, shape)[..., self.plain:], call)
             del low
         shared = self._turn(k.qkv[:, -self.turned:].view(*shape, 1, self.turned).clone(), call)      # rope(kr)
         if k.kv is None:
             given = k.qkv[:, self.wide:self.wide + self.low]
-            if call.cache is None:
-                low, k.inner["kv_a"] = self.kv_norm.before(self.kv_up, given, w)
-            else:                            # which gathers both, kr as the model's code gives it
-                low, k.inner["kv_a"] = self.kv_norm.forward(given, w)
+            low, k.inner["kv_a"] = self.kv_norm.forward(given, w, self.kv_up if call.cache is None else None)
+            if call.cache is not None:       # it gathers both, kr as the model's code gives it
                 parted = self.rotary is not None and self.rotary.parted
                 call.cache(low.view(*shape, 1, self.low),
                            torch.cat((shared[..., ::2], shared[..., 1::2]), -1) if parted else shared)

@@ -206,19 +206,14 @@ class Norm:
         self.eps, self.size = eps, own["weight"].numel()
         self.style = ops.ROUND_FIRST
 
-    def forward(self, x: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
-        """y and 1/rms."""
+    def forward(self, x: Tensor, w: Weights, linears: Linears | None = None) -> tuple[Any, Tensor]:
+        """y and 1/rms. linears: nothing else reads y, which may be as their product takes it."""
         weight = w[self.weight]
         if weight.dtype != x.dtype:
             return _wide_norm(x, weight, self.eps, self.style)
+        if linears is not None and linears.alone:
+            return w.normed(linears.weights, x, weight, self.eps, self.style)
         return ops.rms_norm(x, weight, self.eps, self.style)[::2]
-
-    def before(self, linears: Linears, x: Tensor, w: Weights) -> tuple[Any, Tensor]:
-        """The same, for these linear layers alone: y as their product takes it."""
-        weight = w[self.weight]
-        if not linears.alone or weight.dtype != x.dtype:
-            return self.forward(x, w)
-        return w.normed(linears.weights, x, weight, self.eps, self.style)
 
     def backward(self, dy: Tensor, s: Tensor, rstd: Tensor, w: Weights, grads: Grads, add: Tensor | None = None,
                  rebuild: bool = False, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -447,7 +442,7 @@ class Half:
         """norm_in(x). linears: that alone read it, and may have it as their product takes it."""
         if self.norm_in is None:
             return x
-        a, rstd = self.norm_in.forward(x, w) if linears is None else self.norm_in.before(linears, x, w)
+        a, rstd = self.norm_in.forward(x, w, linears)
         k.rstd = rstd if k.rstd is None else k.rstd
         return a
 
