@@ -23,9 +23,9 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Cross entropy of `logit_scale * (hidden @ weight.T + bias)` and its gradients. No autograd.
 
-    Each chunk's logits are made, become their own gradient in place (`ops.cross_entropy_`, where soft cap
-    and smoothing are stated), are multiplied out and written over by the next. `dweight` is summed over
-    chunks in fp32 and rounded once. Nothing waits for the device.
+    Each chunk's logits are made, become their own gradient in place (`ops.cross_entropy_` states soft cap and
+    smoothing), are multiplied out and written over by the next. `dweight` is summed over chunks in fp32 and rounded
+    once. Nothing waits for the device.
 
     Args:
         hidden: [T, H], strided rows. weight: [V, H] and bias: [V], of its type. labels: [T] int64, on its device.
@@ -36,17 +36,14 @@ def linear_cross_entropy(
 
     Returns:
         loss, an fp32 scalar; dhidden [T, H], dweight [V, H], dbias [V], each in its argument's type, or None where
-        it is not wanted (or there is no bias). In fp16 the gradients of a mean over many tokens fall below the
-        smallest number: take the sum and divide where there is room.
+        it is not wanted (or there is no bias). In fp16 those of a mean over many tokens underflow: take the sum.
 
     Raises:
-        RuntimeError: Shapes or types that do not fit. On the CPU: a label outside [0, V) that is not ignore_index.
-            (On CUDA: a NaN loss.)
+        RuntimeError: On the CPU: a label outside [0, V) that is not ignore_index. (On CUDA: a NaN loss.)
     """
     count = (labels != ignore_index).sum().float() if reduction == "mean" else None
     scale = torch.full((), logit_scale, dtype=torch.float32, device=hidden.device) if any(wanted) else None
-    if scale is not None and count is not None:
-        scale = scale / count
+    scale = scale if scale is None or count is None else scale / count
     tokens, losses = hidden.shape[0], []
     dhidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if wanted[0] else None
     dweight = torch.zeros_like(weight) if wanted[1] and not tokens else None
@@ -56,12 +53,11 @@ def linear_cross_entropy(
     memory = torch.empty(min(step, tokens), padded, dtype=hidden.dtype, device=hidden.device)[:, :weight.shape[0]]
     for first in range(0, tokens, step):
         rows, logits = hidden[first:first + step], memory[:min(step, tokens - first)]
-        if bias is not None:                 # scaled in the product: rounded once
-            torch.addmm(bias, rows, weight.t(), beta=logit_scale, alpha=logit_scale, out=logits)
-        elif logit_scale != 1.0:
-            torch.addmm(logits, rows, weight.t(), beta=0, alpha=logit_scale, out=logits)
-        else:
+        if bias is None and logit_scale == 1.0:
             torch.mm(rows, weight.t(), out=logits)
+        else:                                # scaled in the product: rounded once
+            torch.addmm(logits if bias is None else bias, rows, weight.t(), beta=0 if bias is None else logit_scale,
+                        alpha=logit_scale, out=logits)
         loss, _ = ops.cross_entropy_(logits, labels[first:first + step], scale, ignore_index=ignore_index,
                                      softcap=softcap, label_smoothing=label_smoothing)
         losses.append(loss)                  # logits: their own gradient now, unless none is wanted

@@ -133,12 +133,9 @@ class AttentionHalf(Half):
             causal = self.causal and mask is None and kind == "sdpa"     # of eager attention, the mask says all
             attention = Attention(self.scale, causal, mask, kind == "eager", self.cap, values=values)
         call = Call(*angles, attention)
-        if cache is not None:
-            call.cache = self._filling(cache, layer.self_attn.layer_idx, x)
-        return call
-
-    def _filling(self, cache: Any, index: int, x: Tensor) -> Any:
-        """What fills a cache, and refuses a backward."""
+        if cache is None:
+            return call
+        index = layer.self_attn.layer_idx
         if not hf_calls.empty_entry(cache, index):
             raise Unfit("its cache is no empty DynamicCache")
         layers = getattr(self.config, "num_hidden_layers", 1)
@@ -153,7 +150,8 @@ class AttentionHalf(Half):
         def fill(k: Tensor, v: Tensor) -> None:
             cache.update(cut(k.transpose(1, 2)), cut(v.transpose(1, 2)), index)
 
-        return fill
+        call.cache = fill
+        return call
 
     def forward(self, x: Tensor, shape: Any, w: Weights, call: Call, k: Kept) -> Tensor:
         """h [T, H] from x [T, H]; shape: (B, S). Writes what backward wants into k, where attention's output may be
