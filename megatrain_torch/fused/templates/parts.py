@@ -348,7 +348,9 @@ class Linears:
             grads.product(self.weights, self.rows, dy, x, w)
         if self.biases and grads.wants(*self.biases):
             grads.put(self.biases, self.rows, ops.column_sum(dy))
-        if self.beside and grads.wants(*self._downs):
+        if not self.beside:
+            return
+        if grads.wants(*self._downs):
             grads.product(self._downs, self._ranks, self._outer(dy, w), x, w, w[self._downs[0]].dtype)
         ups = [one for one in self.beside if grads.wants(one[2].b)]
         t = self._inner(x, w) if ups else x
