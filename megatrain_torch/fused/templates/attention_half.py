@@ -249,7 +249,7 @@ class SelfAttention(AttentionHalf):
         dout = self._attention_grad(dh, w, k, grads)
         *d, dsinks = call.attention.backward(dout, *self._rotated(k, shape, w, call, in_place=False), k.out, k.extra,
                                              sinks)
-        if self.sinks and grads.wants(self.sinks):
+        if self.sinks in grads.wanted:
             grads[self.sinks] = dsinks
         k.out = k.extra = None
         del dout
@@ -265,7 +265,7 @@ class SelfAttention(AttentionHalf):
         for rows in blocks:
             part = k.part(rows)
             dout = self._attention_grad(dh[rows], w, part, sums)
-            if self.sinks and sums.wants(self.sinks):
+            if self.sinks in sums.wanted:
                 sums[self.sinks] = sinks_grad(*_turned(dout, part.out), k.extra[0][:, :, rows], sinks)
             cos, sin = (None if t is None else t[:, rows] for t in (call.cos, call.sin))
             dqkv = self._unrotated(gradients(rows, dout), part.out.shape[:2], w, cos, sin, part, sums)

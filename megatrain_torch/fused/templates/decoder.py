@@ -284,7 +284,7 @@ class GatedMLP(Half):
                 self._finish(h, w, k)
         dd = self.output_grad(dy, w, k, grads)
         # Codes of these alone will do where nothing but the products reads them.
-        alone = self.gu.alone and self.down.alone and not (self.gu.biases and grads.wants(*self.gu.biases))
+        alone = self.gu.alone and self.down.alone and grads.wanted.isdisjoint(self.gu.biases)
         dact = self.down.input_grad(dd, w)
         if alone:
             dgu, act = w.gated_grads(self.gu.weights, self.down.weights, dact, k.gu, self.act,

@@ -114,9 +114,9 @@ class Router:
         """db [T, H] from dweights [T, k] fp32; the choice has no gradient."""
         kind = self._type(b)
         dlogits, wide = self._logits_grad(dweights * self.facts.factor, r).to(kind), b.to(kind)
-        if grads.wants(self.weight):
+        if self.weight in grads.wanted:
             grads[self.weight] = torch.mm(dlogits.t(), wide).to(w[self.weight].dtype)
-        if self.bias and grads.wants(self.bias):
+        if self.bias in grads.wanted:
             grads[self.bias] = dlogits.sum(0).to(w[self.bias].dtype)
         return torch.mm(dlogits, w[self.weight].to(kind)).to(b.dtype)
 
@@ -283,7 +283,7 @@ class Experts:
         dweights = dweights[rows.place].view(weights.shape)
         if self.biases:
             dweights = dweights + torch.mm(dy, w[self.biases[1]].t()).gather(1, routed.index)
-            if grads.wants(self.biases[1]):
+            if self.biases[1] in grads.wanted:
                 grads[self.biases[1]] = torch.mm(spread_out(weights, routed).to(dy.dtype).t(), dy)
         return ops.sum_rows(dx, rows.place, b.shape[0], None, base), dweights
 
@@ -292,11 +292,11 @@ class Experts:
         def of(x: Tensor, dy: Tensor) -> Tensor:
             return ops.grouped_gemm_wgrad(*((x, dy) if self.transposed else (dy, x)), rows.offsets)
 
-        if grads.wants(self.down):
+        if self.down in grads.wanted:
             grads[self.down] = of(act, dys)
-        if grads.wants(self.gu):
+        if self.gu in grads.wanted:
             grads[self.gu] = of(rows.of(b), dgu)
-        if self.biases and grads.wants(self.biases[0]):  # each expert's sum, as a product with eight (the kernel's
+        if self.biases and self.biases[0] in grads.wanted:  # each expert's sum, as a product with eight (the kernel's
             ones = dgu.new_ones(dgu.shape[0], 8)         # least) rows of ones
             sums = ops.grouped_gemm_wgrad(ones, dgu, rows.offsets)[:, 0]
             if len(rows.experts) == self.count:

@@ -221,7 +221,7 @@ class Norm:
         weight = w[self.weight]
         backward = _wide_norm_backward if weight.dtype != s.dtype else ops.rms_norm_backward
         dx, dw, y = backward(dy, s, weight, rstd, self.style, add, rebuild, dx=out)
-        if grads.wants(self.weight):
+        if self.weight in grads.wanted:
             grads[self.weight] = dw
         return dx, y
 
@@ -344,15 +344,15 @@ class Linears:
         return dx.addmm_(self._outer(dy, w), self._down(w, dy.dtype)) if self.beside else dx
 
     def weight_grads(self, dy: Tensor, x: Tensor, w: Weights, grads: Grads) -> None:
-        if grads.wants(*self.weights):
+        if not grads.wanted.isdisjoint(self.weights):
             grads.product(self.weights, self.rows, dy, x, w)
-        if self.biases and grads.wants(*self.biases):
+        if not grads.wanted.isdisjoint(self.biases):
             grads.put(self.biases, self.rows, ops.column_sum(dy))
         if not self.beside:
             return
-        if grads.wants(*self._downs):
+        if not grads.wanted.isdisjoint(self._downs):
             grads.product(self._downs, self._ranks, self._outer(dy, w), x, w, w[self._downs[0]].dtype)
-        ups = [one for one in self.beside if grads.wants(one[2].b)]
+        ups = [one for one in self.beside if one[2].b in grads.wanted]
         t = self._inner(x, w) if ups else x
         for ranks, columns, a in ups:
             grads.product((a.b,), (w[a.b].shape[0],), dy[:, columns], t[:, ranks], w, w[a.b].dtype)

@@ -119,18 +119,15 @@ def glu_grads(dh: Tensor, gu: Tensor, act: int) -> tuple[Tensor, Tensor]:
 # ---- gradients -------------------------------------------------------------------------------------
 
 class Grads(dict[str, Tensor]):
-    """Weight gradients by name; `wants` tells whose are asked for."""
+    """Weight gradients by name; `wanted`: whose are asked for."""
 
     def __init__(self, wanted: Iterable[str]) -> None:
         super().__init__()
-        self._wanted = frozenset(wanted)
-
-    def wants(self, *names: str) -> bool:
-        return not self._wanted.isdisjoint(names)
+        self.wanted = frozenset(wanted)
 
     def put(self, names: tuple[str, ...], rows: tuple[int, ...], joint: Tensor) -> None:
         for name, part in zip(names, joint.split(rows)):
-            if name in self._wanted:
+            if name in self.wanted:
                 self[name] = part
 
     def product(self, names: tuple[str, ...], rows: tuple[int, ...], dy: Tensor, x: Tensor, w: Weights,
@@ -150,7 +147,7 @@ class Sums(Grads):
     comes by its name (of biases, norms) has been rounded tile by tile. `finish` hands them on."""
 
     def __init__(self, grads: Grads) -> None:
-        super().__init__(grads._wanted)
+        super().__init__(grads.wanted)
         self._grads = grads
         self._types: dict[str, torch.dtype] = {}
         self._matrices: dict[tuple[str, ...], tuple[tuple[int, ...], torch.dtype, Tensor]] = {}
