@@ -79,9 +79,9 @@ class Case:
         if not self.attention.single_long_row(self.q, self.k, None):
             self.attention.backward(self.dout, self.q, self.k, self.v, out, kept)
             return
-        walk = self.attention.walk_back(self.q, self.k, self.v, out, kept)
-        for block in walk.blocks():
-            walk.of(block, self.dout[:, block])
+        blocks, gradients = self.attention.walk_back(self.q, self.k, self.v, out, kept)
+        for block in blocks:
+            gradients(block, self.dout[:, block])
 
 
 def main() -> None:

@@ -257,8 +257,7 @@ class Node(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
         kept, ctx.kept = ctx.kept, None
-        kept = ctx.template.nothing_kept(x) if kept is None else kept
-        dx, grads = ctx.template.backward(dy, kept, Weights(dict(zip(ctx.names, weights))), ctx.take(), ctx.names, True)
+        dx, grads = ctx.template.backward(dy, x, kept, Weights(dict(zip(ctx.names, weights))), ctx.take(), ctx.names, True)
         return None, None, None, None, dx, *(grads[n] for n in ctx.names)
 
 
@@ -319,7 +318,7 @@ def bytes_are_as_reckoned(model: nn.Module) -> None:
         with torch.no_grad():
             kept = template.forward(x, w, call, keep)[1]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(kept)}
-        storages.pop(x.data_ptr())
+        assert x.data_ptr() not in storages
         reckoned = template.kept_bytes(keep, zoo.B * zoo.T, 4)
         lse = 0 if template.attention.sinks else 4 * zoo.B * zoo.T * template.attention.hq      # kept on CUDA only
         assert sum(storages.values()) == max(reckoned - lse, 0), keep

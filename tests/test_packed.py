@@ -108,7 +108,7 @@ def cudnn_takes(monkeypatch: pytest.MonkeyPatch, most: int, span: int) -> list[t
         seen.append((q.numel(), span_of(q))) or attend(q, k, v, bias, rest[2], scale), torch.zeros(()), *[None] * 7))
     monkeypatch.setattr(attention, "_backward", gradients)
     monkeypatch.setattr(attention, "_sunk", lambda out, lse, sinks: (out if sinks is None else out * times(sinks), lse))
-    monkeypatch.setattr(attention, "_sinks_grad", lambda dout, out, lse, sinks: (dout * out).sum((0, 2, 3)))
+    monkeypatch.setattr(attention, "sinks_grad", lambda dout, out, lse, sinks: (dout * out).sum((0, 2, 3)))
     return seen
 
 

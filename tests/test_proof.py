@@ -735,8 +735,8 @@ def test_a_kernel_that_is_wrong_in_bf16_is_refused(factor: float, monkeypatch: p
     """By 3 %: three times what rounding takes a norm's output and gradients from fp32."""
     own = parts.Norm.forward
 
-    def forward(self: Any, x: Tensor, w: Any) -> Any:
-        y, rstd = own(self, x, w)
+    def forward(self: Any, x: Tensor, w: Any, *linears: Any) -> Any:
+        y, rstd = own(self, x, w, *linears)
         return y * factor, rstd
 
     monkeypatch.setattr(parts.Norm, "forward", forward)

@@ -165,11 +165,6 @@ class Curve:
     cap: float | None = None
     shift: Tensor | None = None
 
-    def times(self, factor: float) -> Curve:
-        if self.cap is None:
-            return dataclasses.replace(self, scale=self.scale * factor)
-        return dataclasses.replace(self, cap=self.cap * factor)
-
 
 # ---- one call of the head --------------------------------------------------------------------------
 
@@ -258,12 +253,8 @@ class Defer(torch.autograd.Function):
                 found[logits.bias] = grad.sum(0)
         if not graph_stays():
             ctx.logits = None                           # and what was made of them; this object lives as the loss does
-        return None, dhidden, *_hand_over(ctx, logits.window, logits.use, [found[r] for r in ctx.records])
-
-
-def _hand_over(ctx: Any, window: Window, use: Use | None, grads: Any) -> list[Tensor | None]:
-    """Gradients of ctx.records, whose nodes are the last inputs'; what autograd is to be given for them."""
-    return window.runtime.handover.take(ctx.records, use, accumulators(ctx), tuple(grads))
+        return None, dhidden, *logits.window.runtime.handover.take(
+            ctx.records, logits.use, accumulators(ctx), tuple([found[r] for r in ctx.records]))
 
 
 # ---- its output, and what is made of that ----------------------------------------------------------
@@ -408,8 +399,9 @@ def _times(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
     number = args[0]
     if not isinstance(number, (int, float)) or not math.isfinite(number) or number == 0:
         return None
-    curve = d._curve.times(number if func is aten.mul.Tensor else 1 / number)
-    return d.derived(torch.empty_like(d._form), (d, func, args, kwargs), curve)
+    curve, factor = d._curve, number if func is aten.mul.Tensor else 1 / number
+    more = {"scale": curve.scale * factor} if curve.cap is None else {"cap": curve.cap * factor}
+    return d.derived(torch.empty_like(d._form), (d, func, args, kwargs), dataclasses.replace(curve, **more))
 
 
 def _tanh(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
@@ -486,7 +478,8 @@ class Loss(torch.autograd.Function):
             for g in grads:
                 if g is not None:
                     g.mul_(grad)
-        return None, None, None, None, None, grads[0], *_hand_over(ctx, ctx.window, ctx.use, grads[1:])
+        return None, None, None, None, None, grads[0], *ctx.window.runtime.handover.take(
+            ctx.records, ctx.use, accumulators(ctx), tuple(grads[1:]))
 
 
 def cross_entropy(input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,

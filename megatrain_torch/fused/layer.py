@@ -12,16 +12,15 @@ graph; a backward through them raises.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import weakref
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from operator import eq
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._pytree import tree_map_only
 
 from ..base.codes import format_of, multiplies
 from ..base.modes import LINKED, Mode, inner
@@ -35,10 +34,9 @@ from ..store.state import accumulators, graph_stays, in_backward, in_sight, swap
 from .proof.experts import known_loop, opaque_loop
 from .proof.values import Refused
 from .templates import Template, template
-from .templates.linears import codings_of, dtype_of
-from .templates.parts import Unfit, arguments, names_of, roles_of
+from .templates.parts import Unfit, arguments, codings_of, dtype_of, names_of, roles_of
 from .templates.weights import STRAND, Coded, Expanded, Pieces, Weights, fits
-from .trial import Trial, plain_linears
+from .trial import Trial, plain_linears, put_in
 
 if TYPE_CHECKING:
     from ..graph.window import Window
@@ -67,23 +65,15 @@ def runs(module: nn.Module, device: str) -> Template:
         raise Unfit(why)
     if fused is not None:
         return fused.template
-    found = _fit(module, device)
+    found = template(module, device)
     inside = hf_calls.hooks_of(m for m in module.modules() if m is not module)
     dtype = dtype_of(module, codings_of(module)) or next(p.dtype for p in module.parameters())
     _check_now(found, inside, device, dtype)
     return found
 
 
-def _fit(module: nn.Module, device: str) -> Template:
-    """The template that covers a module's structure on such a device; else Unfit."""
-    found = template(module)
-    if found.rounds and device == "cuda":
-        raise Unfit("the package of its codes rounds activations to 8 bits on a GPU")
-    return found
-
-
 def _check_now(template: Template, hooks: list[dict[int, Any]], device: str, dtype: torch.dtype) -> None:
-    """Raises Unfit where the user has put something into a module (`hooks`: inside it), set, or turned something on
+    """Raises Unfit where the user has put something into a module (`hooks`: inside it), set, or turned on something
     that keeps a template from running it."""
     template.check()
     if modes_on():                           # FlopCounterMode has hooks on all modules too
@@ -179,7 +169,7 @@ class Fused(Runner):
         self.codings = codings_of(module)
         self.dtype = dtype_of(module, self.codings) or window.records[0].dtype
         self.parameters = names_of(window.inner)
-        self.template = _fit(module, window.runtime.device.type)
+        self.template = template(module, window.runtime.device.type)
         self._coded_linears = {n: m for n, m in module.named_modules() if format_of(dict.get(m._parameters, "weight"))}
         mixture = [self.template.mlp.experts.gu] if self.template.routes else []
         self.loops = [module.get_submodule(n.rpartition(".")[0]) for n in mixture]
@@ -204,8 +194,9 @@ class Fused(Runner):
         by_record = dict(zip(window.records, names))
         own = {by_record[s.records[0]].partition(STRAND)[0]: s for s in window.stacks
                if s.pieces[0].cut is not None or s.whole is not None}
-        whole = partial(self._entire, window, names)
-        return Pieces(whole, own, lambda piece: piece.made(ring)) if own else whole()
+        if not own:
+            return self._entire(window, names)
+        return Pieces(lambda: self._entire(window, names), own, lambda piece: piece.made(ring))
 
     def _entire(self, window: Window, names: tuple[str, ...]) -> Weights:
         w = window.runtime.ring.weights(window.units[0], names) if window.alone else \
@@ -215,16 +206,12 @@ class Fused(Runner):
     def operands(self, names: tuple[str, ...], wanted: frozenset[str] = frozenset()) -> Weights:
         """What a forward, or a backward that wants these gradients, multiplies with."""
         w = self.exact(names)
-        return Coded(w, wanted) if self.coded and self.codes_products else w
-
-    @property
-    def codes_products(self) -> bool:
-        return self.coded and self.template.coded and not self.window.stacks
+        return Coded(w, wanted) if self.coded and self.template.coded and not self._window().stacks else w
 
     @property
     def products(self) -> str:
         """How they are computed, where not as the module's own code has them; and which are as those all the same."""
-        if not self.codes_products:
+        if not (self.coded and self.template.coded) or self.window.stacks:
             return ""
         rest = [f"{n} ({sum(one.rows)} x {one.inputs})" for one in self.template.linears
                 if not fits((sum(one.rows), one.inputs), self.dtype) for n in one.weights[:1]]
@@ -335,14 +322,14 @@ class Fused(Runner):
             except Refused as reason:
                 return (), str(reason), {}
 
+        forwards = plain_linears(module, weights, self.dtype)
+        for m in self.loops:
+            e = template.mlp.experts
+            forwards.append((m, opaque_loop(m, 2 * e.inter, [weights[n] for n in sorted(e.names)])))
         outer = swap_window({r: weights[n] for n, r in self.records.items()})
         try:
-            with contextlib.ExitStack() as stack:
-                put = stack.enter_context(plain_linears(module, weights, self.dtype))
-                for m in self.loops:
-                    e = template.mlp.experts
-                    put.append(stack.enter_context(opaque_loop(m, 2 * e.inter, [weights[n] for n in sorted(e.names)])))
-                return read(scope, list(module.modules()), judge, put)
+            with put_in(forwards):
+                return read(scope, list(module.modules()), judge, [forward for _, forward in forwards])
         finally:
             swap_window(outer)
 
@@ -386,7 +373,7 @@ class Fused(Runner):
         if not isinstance(node, Layer._backward_cls):
             return mode._replace(keep="replay"), None
         may = self.template.links and node.template.links and node.keep != LINKED and node.kept is not None
-        made_from = node.template.made_from(node.kept) if may else None
+        made_from = node.kept[0].out if may else None    # attention's output; None: attention would have to run again
         if made_from is None:
             return mode._replace(keep="attention"), None
         return mode, Link(node, made_from, self.window.runtime.swap.position)
@@ -410,7 +397,13 @@ class Layer(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.position = window.runtime.swap.position
         y, kept = template.forward(x, fused.operands(ctx.names), call, mode.keep)
-        ctx.kept = kept if bundle is None else _away(kept, bundle, x, mode.input and mode.keep != LINKED)
+        if bundle is not None:               # on its way off the device, but for what is small
+            may = bundle.swap.may
+            kept = tree_map_only(Tensor, lambda t: bundle.add(t) if may(t) else t, kept)
+            if mode.input and mode.keep != LINKED and may(x):
+                bundle.input = bundle.add(x).number
+            bundle.leave()
+        ctx.kept = kept
         ctx.versions = window.versions()
         ctx.save_for_backward(x)             # torch's own checks: in-place writes, a second backward
         return y
@@ -429,15 +422,11 @@ class Layer(torch.autograd.Function):
         found: list[Tensor | None] = [None] * len(ctx.records)
         dx = None
         if dy is not None:
-            if kept is None:
-                kept = template.nothing_kept(x)
-            elif bundle is not None:
-                kept = _mapped(kept, Part, Part.tensor)
+            if bundle is not None:
+                kept = tree_map_only(Part, Part.tensor, kept)
             del bundle
-            if ctx.keep == LINKED:
-                kept.x = x
             with rt.keeps.memory():
-                dx, grads = template.backward(dy.contiguous(), kept, fused.operands(ctx.names, ctx.wanted), ctx.call,
+                dx, grads = template.backward(dy.contiguous(), x, kept, fused.operands(ctx.names, ctx.wanted), ctx.call,
                                               ctx.wanted, ctx.needs_input_grad[5])
             found = list(map(grads.get, ctx.trained_names))
         taken = rt.handover.take(ctx.records, ctx.use, nodes, tuple(found))
@@ -471,31 +460,5 @@ class Link:
         (x,) = node.saved_tensors
         check_versions(node.window, node.versions)
         with node.window.runtime.trace.during(node.window, "replay"), torch.no_grad():
-            out = _mapped(self.made_from, Part, Part.tensor)
+            out = self.made_from.tensor() if type(self.made_from) is Part else self.made_from
             return node.template.again(x, out, fused.operands(node.names), node.call, node.keep)
-
-
-def _mapped(kept: Any, kind: type, fn: Callable[[Any], Any]) -> Any:
-    """What a template keeps, with fn(v) for each v of this type in it; containers are made anew."""
-    if type(kept) is kind:
-        return fn(kept)
-    if type(kept) is tuple:
-        return tuple([_mapped(v, kind, fn) for v in kept])
-    if type(kept) is dict:
-        return {k: _mapped(v, kind, fn) for k, v in kept.items()}
-    if dataclasses.is_dataclass(kept):
-        return dataclasses.replace(kept, **{k: _mapped(v, kind, fn) for k, v in vars(kept).items()})
-    return kept
-
-
-def _away(kept: Any, bundle: Bundle, x: Tensor, with_input: bool) -> Any:
-    """What is kept, on its way off the device; small tensors stay, and x stays where it is not asked for."""
-    def put(t: Tensor) -> Any:
-        goes = bundle.swap.may(t) and (with_input or t.data_ptr() != x.data_ptr())
-        return bundle.add(t) if goes else t
-
-    found = _mapped(kept, Tensor, put)
-    if with_input and bundle.swap.may(x):
-        bundle.input = bundle.add(x).number
-    bundle.leave()
-    return found

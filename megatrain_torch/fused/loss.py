@@ -18,14 +18,14 @@ ROW_ALIGN = 8               # numbers; rows of logits begin at 16 bytes for any 
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *, reduction: str = "mean",
-    ignore_index: int = -100, softcap: float = 0.0, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    logit_scale: float = 1.0, chunk: int | None = None, wanted: tuple[bool, bool, bool] = (True, True, True),
+    ignore_index: int = -100, softcap: float = 0.0, label_smoothing: float = 0.0, logit_scale: float = 1.0,
+    chunk: int | None = None, wanted: tuple[bool, bool, bool] = (True, True, True),
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Cross entropy of `logit_scale * (hidden @ weight.T + bias)` and its gradients. No autograd.
 
-    Each chunk's logits are made, become their own gradient in place (`ops.cross_entropy_`, where soft cap,
-    smoothing and z-loss are stated), are multiplied out and written over by the next. `dweight` is summed over
-    chunks in fp32 and rounded once. Nothing waits for the device.
+    Each chunk's logits are made, become their own gradient in place (`ops.cross_entropy_` states soft cap and
+    smoothing), are multiplied out and written over by the next. `dweight` is summed over chunks in fp32 and rounded
+    once. Nothing waits for the device.
 
     Args:
         hidden: [T, H], strided rows. weight: [V, H] and bias: [V], of its type. labels: [T] int64, on its device.
@@ -36,18 +36,14 @@ def linear_cross_entropy(
 
     Returns:
         loss, an fp32 scalar; dhidden [T, H], dweight [V, H], dbias [V], each in its argument's type, or None where
-        it is not wanted (or there is no bias). In fp16 the gradients of a mean over many tokens fall below the
-        smallest number: take the sum and divide where there is room.
+        it is not wanted (or there is no bias). In fp16 those of a mean over many tokens underflow: take the sum.
 
     Raises:
-        ValueError: Shapes or types that do not fit, an unknown reduction, chunk < 1.
         RuntimeError: On the CPU: a label outside [0, V) that is not ignore_index. (On CUDA: a NaN loss.)
     """
-    _check(hidden, weight, labels, bias, reduction, chunk)
     count = (labels != ignore_index).sum().float() if reduction == "mean" else None
     scale = torch.full((), logit_scale, dtype=torch.float32, device=hidden.device) if any(wanted) else None
-    if scale is not None and count is not None:
-        scale = scale / count
+    scale = scale if scale is None or count is None else scale / count
     tokens, losses = hidden.shape[0], []
     dhidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if wanted[0] else None
     dweight = torch.zeros_like(weight) if wanted[1] and not tokens else None
@@ -57,9 +53,13 @@ def linear_cross_entropy(
     memory = torch.empty(min(step, tokens), padded, dtype=hidden.dtype, device=hidden.device)[:, :weight.shape[0]]
     for first in range(0, tokens, step):
         rows, logits = hidden[first:first + step], memory[:min(step, tokens - first)]
-        _logits(logits, rows, weight, bias, logit_scale)
+        if bias is None and logit_scale == 1.0:
+            torch.mm(rows, weight.t(), out=logits)
+        else:                                # scaled in the product: rounded once
+            torch.addmm(logits if bias is None else bias, rows, weight.t(), beta=0 if bias is None else logit_scale,
+                        alpha=logit_scale, out=logits)
         loss, _ = ops.cross_entropy_(logits, labels[first:first + step], scale, ignore_index=ignore_index,
-                                     softcap=softcap, label_smoothing=label_smoothing, z_loss=z_loss)
+                                     softcap=softcap, label_smoothing=label_smoothing)
         losses.append(loss)                  # logits: their own gradient now, unless none is wanted
         if dhidden is not None:
             torch.mm(logits, weight, out=dhidden[first:first + rows.shape[0]])
@@ -78,16 +78,6 @@ def linear_cross_entropy(
             None if dbias is None else dbias.to(bias.dtype))
 
 
-def _logits(out: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float) -> None:
-    """out = logit_scale * (rows @ weight.T + bias), scaled in the product: rounded once."""
-    if bias is not None:
-        torch.addmm(bias, rows, weight.t(), beta=logit_scale, alpha=logit_scale, out=out)
-    elif logit_scale != 1.0:
-        torch.addmm(out, rows, weight.t(), beta=0, alpha=logit_scale, out=out)
-    else:
-        torch.mm(rows, weight.t(), out=out)
-
-
 def rounded_in_place(sums: Tensor, dtype: torch.dtype) -> Tensor:
     """Dense fp32 sums in a 16-bit type, in the first half of their own memory: no second matrix of [V, H].
 
@@ -104,22 +94,6 @@ def rounded_in_place(sums: Tensor, dtype: torch.dtype) -> Tensor:
         out[begin:end] = flat[begin:end]
         begin = end
     return out[:n].view(sums.shape)
-
-
-def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, reduction: str,
-           chunk: int | None) -> None:
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(f"hidden {list(hidden.shape)} and weight {list(weight.shape)} must be [T, H] and [V, H]")
-    if labels.shape != hidden.shape[:1]:
-        raise ValueError(f"labels {list(labels.shape)} must be [T], T = {hidden.shape[0]}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias {list(bias.shape)} must be [V], V = {weight.shape[0]}")
-    if any(t is not None and t.dtype != hidden.dtype for t in (weight, bias)):
-        raise ValueError(f"weight and bias must be {hidden.dtype}, as hidden is")
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f'reduction="{reduction}" is neither "mean" nor "sum"')
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk={chunk}; at least one token")
 
 
 def chunk_tokens(vocabulary: int, item: int) -> int:

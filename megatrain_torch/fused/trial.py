@@ -18,9 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from ..base.codes import format_of, multiplies
-from ..graph.frames import SavedFrame, _pop, _push
+from ..graph.frames import SavedFrame
 from ..graph.stacks import Stack
-from ..store.state import swap_window
 from .proof.experts import loop_of
 from .templates import Template
 from .templates.parts import Unfit
@@ -39,32 +38,36 @@ Run = tuple[Tensor, dict[str, Tensor]]       # output, and what has gradients: f
 
 
 @contextlib.contextmanager
-def plain_linears(module: nn.Module, weights: Any, dtype: torch.dtype) -> Iterator[list[object]]:
-    """Inside, a package's linear layers multiply with these weights, by name, as plain nn.Linear do; gives what is put
-    in for that. Unfit where one is not as its package has it. dtype: in which the layer computes.
+def put_in(forwards: list[tuple[nn.Module, Any]]) -> Iterator[None]:
+    """Inside, modules have these forwards."""
+    for m, forward in forwards:
+        vars(m)["forward"] = forward
+    try:
+        yield
+    finally:
+        for m, _ in forwards:
+            del vars(m)["forward"]
+
+
+def plain_linears(module: nn.Module, weights: Any, dtype: torch.dtype) -> list[tuple[nn.Module, Any]]:
+    """A package's linear layers, and forwards by which they multiply with these weights, by name, as plain nn.Linear
+    do. Unfit where one is not as its package has it. dtype: in which the layer computes.
 
     A package's product is its own kernel's, of its own arguments: nothing that can be followed on fake tensors. What it
     computes is taken from it: a product with the weights that its codes stand for, where the module is of the package's
     own class, runs that class's own code and computes in the layer's type. That those weights are the package's is seen
     on the module's data (Trial)."""
-    def plain(m: nn.Module, weight: Tensor) -> object:
+    def plain(m: nn.Module, weight: Tensor) -> Any:
         return lambda x: F.linear(x, weight, m.bias)
 
-    put: list[tuple[nn.Module, object]] = []
-    try:
-        for prefix, m in module.named_modules():
-            format = format_of(dict.get(m._parameters, "weight"))
-            if format is None:
-                continue
-            if why := multiplies(m, dtype):
-                raise Unfit(f"{prefix}: {why}")
-            if format.linear:
-                put.append((m, plain(m, weights[f"{prefix}.weight"])))
-                vars(m)["forward"] = put[-1][1]
-        yield [forward for _, forward in put]
-    finally:
-        for m, _ in put:
-            del vars(m)["forward"]
+    found = []
+    for prefix, m in module.named_modules():
+        format = format_of(dict.get(m._parameters, "weight"))
+        if format is not None and (why := multiplies(m, dtype)):
+            raise Unfit(f"{prefix}: {why}")
+        if format is not None and format.linear:
+            found.append((m, plain(m, weights[f"{prefix}.weight"])))
+    return found
 
 
 class InFp32(TorchDispatchMode):
@@ -166,27 +169,17 @@ class Trial:
     def _in_fp32(self, x: Tensor, kwargs: Any) -> Run:
         """The module's own code in fp32; of a package's products, and of loops over experts, in plain torch."""
         fused, bound = self.fused, self.window.bind_leaves()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(plain_linears(self.window.module, fused.exact(fused.names), fused.dtype))
-            for m in fused.loops:
-                vars(m)["forward"] = types.MethodType(loop_of(m), m)
-                stack.callback(vars(m).pop, "forward")
-            try:
-                with InFp32():
-                    return self._run(bound, *_widened((x, kwargs)))
-            except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
-                raise Unfit(f"its code cannot be run in fp32: {str(error).strip().splitlines()[0]}") from error
+        plain = plain_linears(self.window.module, fused.exact(fused.names), fused.dtype)
+        try:
+            with put_in([*plain, *((m, types.MethodType(loop_of(m), m)) for m in fused.loops)]), InFp32():
+                return self._run(bound, *_widened((x, kwargs)))
+        except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+            raise Unfit(f"its code cannot be run in fp32: {str(error).strip().splitlines()[0]}") from error
 
     def _run(self, bound: Any, x: Tensor, kwargs: Any) -> Run:
-        x, frame = x.detach().requires_grad_(self.template.differentiable_input), SavedFrame(self.window)
-        outer = swap_window(bound)
-        _push(frame.pack, frame.unpack)      # no graph of a look holds a slot
-        try:
-            with torch.enable_grad():
-                y = self.window.inner(x, **kwargs)
-        finally:
-            _pop()
-            swap_window(outer)
+        x = x.detach().requires_grad_(self.template.differentiable_input)
+        with torch.enable_grad():            # no graph of a look holds a slot
+            y = self.window.run((x,), kwargs, bound, SavedFrame(self.window))
         if not isinstance(y, Tensor):
             raise Unfit("its forward gives something else than one tensor")
         return y, {**({"dx": x} if x.requires_grad else {}),
@@ -207,7 +200,7 @@ class Trial:
             w = fused.exact(fused.names)
             try:
                 y, kept = template.forward(x, w, call, "saved")
-                dx, grads = template.backward(dy.clone(), kept, w, call, fused.wanted, True)
+                dx, grads = template.backward(dy.clone(), x, kept, w, call, fused.wanted, True)
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 raise Unfit(f"the template fails: {error}") from error
         return {"y": y[dy.any(-1)], **({} if dx is None else {"dx": dx}), **grads}

@@ -8,7 +8,6 @@ the products (`opaque_loop`), and the module's own gate between them is read as 
 from __future__ import annotations
 
 import ast
-import contextlib
 import dis
 import functools
 import hashlib
@@ -17,7 +16,7 @@ import os
 import sys
 import textwrap
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -122,10 +121,8 @@ def experts_down(values: Values, gated: Tensor, hidden: Tensor, chosen: Tensor, 
     return opaque(values, ("experts' sum",), hidden.shape, hidden, gated, hidden, chosen, weights, *own)
 
 
-@contextlib.contextmanager
-def opaque_loop(module: nn.Module, width: int, own: Sequence[Tensor]) -> Iterator[Any]:
-    """Inside, that is the forward of a module of experts, and is given. width: of gate and up. own: its weights, in the
-    order of their names."""
+def opaque_loop(module: nn.Module, width: int, own: Sequence[Tensor]) -> Any:
+    """A forward of a module of experts. width: of gate and up. own: its weights, in the order of their names."""
     (first, last), gated = opaque_ops(), known_loop(module)[0]
 
     def forward(hidden_states: Tensor, index: Any = None, weights: Any = None, **named: Any) -> Tensor:
@@ -139,8 +136,4 @@ def opaque_loop(module: nn.Module, width: int, own: Sequence[Tensor]) -> Iterato
             z = module.act_fn(gate) * up
         return last(z, hidden_states, index, weights, own)
 
-    vars(module)["forward"] = forward
-    try:
-        yield forward
-    finally:
-        del vars(module)["forward"]
+    return forward

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import ops
+from ..templates.attention_half import Rotary
 from .values import repeated
 
 # ---- norms: (x [..., n], weight [n], eps) -> [..., n] ------------------------------------------------
@@ -100,9 +101,8 @@ def _apart(a: Tensor, b: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-# (interleaved, first, short, parted), as attention_half.Rotary has them, and the form.
-_HALVES, _PAIRS, _FIRST = (False, False, False), (True, False, False), (True, True, False)
-ROTARIES: list[tuple[tuple[bool, ...], Callable[[Tensor, Tensor, Tensor], Tensor]]] = [
+_HALVES, _PAIRS, _FIRST = Rotary(), Rotary(interleaved=True), Rotary(interleaved=True, first=True)
+ROTARIES: list[tuple[Rotary, Callable[[Tensor, Tensor, Tensor], Tensor]]] = [
     (_HALVES, lambda x, cos, sin: _turned(x, cos, sin, _half_turned)),
     (_HALVES, lambda x, cos, sin: _turned(x, cos, sin, _half_turned, True)),
     (_HALVES, lambda x, cos, sin: _turned(x.float(), cos.float(), sin.float(), _half_turned).to(x.dtype)),
@@ -110,8 +110,9 @@ ROTARIES: list[tuple[tuple[bool, ...], Callable[[Tensor, Tensor, Tensor], Tensor
     (_PAIRS, lambda x, cos, sin: _turned(x.float(), cos, sin, _pair_turned, False).to(x.dtype)),
     (_FIRST, _first_pairs),
     (_FIRST, _first_pairs_wide),
-    ((False, False, True), lambda x, cos, sin: _apart(*torch.chunk(x, 2, dim=-1), cos, sin)),
-    ((*_FIRST, True), lambda x, cos, sin: _apart(x[..., 0::2], x[..., 1::2], _first_half(cos), _first_half(sin))),
+    (Rotary(short=True), lambda x, cos, sin: _apart(*torch.chunk(x, 2, dim=-1), cos, sin)),
+    (_FIRST._replace(parted=True),
+     lambda x, cos, sin: _apart(x[..., 0::2], x[..., 1::2], _first_half(cos), _first_half(sin))),
 ]
 
 # ---- attention: q [B, hq, S, D], k, v [B, hk, S, D], mask [B, 1, S, S] -> [B, hq, S, D] --------------

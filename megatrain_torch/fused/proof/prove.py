@@ -23,12 +23,9 @@ from torch.nn import functional as F
 from ... import ops
 from ...graph.reader import Graph, cached
 from ..templates import Template
-from ..templates.attention_half import Rotary
-from ..templates.decoder import Decoder
-from ..templates.linears import Linears
+from ..templates.decoder import Embedding, LoneNorm
 from ..templates.moe import Facts
-from ..templates.parts import Norm, roles_of
-from ..templates.single import Embedding, LoneNorm
+from ..templates.parts import Linears, Norm, roles_of
 from . import forms
 from .experts import expert_rows, experts_down, opaque_ops
 from .values import Functions, Refused, Values, operands
@@ -36,26 +33,24 @@ from .values import Functions, Refused, Values, operands
 TELLER = logging.getLogger("torch._subclasses.fake_tensor")
 
 
-class Session:
-    """For one proof: a graph, and forms beside it.
+class Proof(torch.fx.Interpreter):
+    """Runs a graph, and beside it the meaning of a template in the forms that the module's own code has: of several,
+    the first whose expression is among its own. What is found so is told to the template.
 
     Attributes:
-        known: so many expressions the module's own code makes: those with smaller numbers.
-        gathered: numbers of what a key-value cache was given.
+        read: the graph. known: so many expressions the module's own code makes: those with smaller numbers.
+        gathered: numbers of what a key-value cache was given. w: weights by name, in forms.
     """
 
     def __init__(self, graph: Graph, named: dict[int, tuple[str, Tensor]]) -> None:
         """named: by id of real tensors, weights, inputs and buffers, what they are called."""
-        self.graph, self.values, self.known = graph, Values(), 0
+        super().__init__(graph.module, garbage_collect_values=False)
+        self.read, self.values, self.known = graph, Values(), 0
         self.gathered: list[int] = []
         self._named, self._atoms = named, {}
         self._fakes = {id(t): graph.inputs[name][1] for name, t in graph.real.items() if isinstance(t, Tensor)}
         self._sizes = _sizes(graph)
         self.values.symbols = {str(n): str(s) for s, n in self._sizes.items() if n in _PRIMES}
-
-    def reads(self, real: Tensor) -> bool:
-        """Does the module's code read this tensor?"""
-        return id(real) in self._fakes
 
     def size(self, n: Any) -> Any:
         """A number that the graph is given, with a prime for each of its symbols."""
@@ -65,7 +60,7 @@ class Session:
         """The fake tensor that stands for a weight, an input or a buffer."""
         if id(real) not in self._atoms:
             like, (name, _) = self._fakes.get(id(real), real), self._named.get(id(real), ("a tensor of its own", real))
-            with self.graph.fake:
+            with self.read.fake:
                 t = torch.empty(tuple(map(self.size, like.shape)), dtype=like.dtype, device=like.device)
             self.values.atom(name, t)
             wants = real.requires_grad or (name == "input" and t.is_floating_point())
@@ -79,7 +74,7 @@ class Session:
         device = next((t.device.type for t in self._fakes.values()), "cpu")
         # One thread: of fake CUDA tensors' backward a thread of autograd's would ask the symbols, with no frame of
         # Python's above it, which torch's guards (2.11) need to say where they were made.
-        with torch.enable_grad(), torch.autocast(device, enabled=False), self.graph.fake, self.values, \
+        with torch.enable_grad(), torch.autocast(device, enabled=False), self.read.fake, self.values, \
                 Functions(self.values), torch.autograd.set_multithreading_enabled(False):
             y = run()
             with torch.no_grad():
@@ -94,12 +89,12 @@ class Session:
     def gather(self, *tensors: Tensor) -> None:
         self.gathered += map(self.values.of, tensors)
 
-    def choose(self, what: str, candidates: Iterable[tuple[Any, Callable[[], Any]]]) -> tuple[Any, Any]:
-        """The first candidate that gives what the module's own code has too, and that; else Refused."""
-        for candidate, run in candidates:
+    def choose(self, what: str, candidates: Iterable[Any], run: Callable[[Any], Any]) -> tuple[Any, Any]:
+        """The first candidate of which `run` gives what the module's own code has too, and that; else Refused."""
+        for candidate in candidates:
             before, TELLER.disabled = TELLER.disabled, True  # torch prints what fails on fake tensors, caught or not
             try:
-                out = run()
+                out = run(candidate)
             except (RuntimeError, IndexError, Refused):      # sizes, or parts, that are not for this form
                 continue
             finally:
@@ -128,6 +123,217 @@ class Session:
                 found.add(n)
                 todo.extend(operands(self.values.keys[n]))
         return found
+
+    # ---- the module's graph ----
+
+    def placeholder(self, target: str, args: Any, kwargs: Any) -> Any:
+        real = self.read.real[target]
+        return self.atom(real) if isinstance(real, Tensor) else self.size(self.read.inputs[target][1])
+
+    def run_node(self, node: Any) -> Any:
+        """Says in which line of the module's code it stands, file:line."""
+        lines = re.findall(r'File "(?:[^"]*[/\\\\])?([^"]*)", line (\d+)', node.meta.get("stack_trace") or "")
+        self.values.place = ":".join(lines[-1]) if lines else ""
+        return super().run_node(node)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is cached():
+            self.gather(*args)
+            return args
+        run = dict(zip(opaque_ops(), (expert_rows, experts_down))).get(target)
+        return super().call_function(target, args, kwargs) if run is None else run(self.values, *args, **kwargs)
+
+    # ---- what a template means ----
+
+    def meaning(self, template: Any, module: nn.Module, weights: dict[str, Tensor], x: Tensor, kwargs: dict[str, Any]
+                ) -> Tensor:
+        self.w, self._style, x = {n: self.atom(t) for n, t in weights.items()}, None, self.atom(x)
+        if isinstance(template, Embedding):
+            return F.embedding(x, self.w["weight"], template.padding)
+        if isinstance(template, LoneNorm):
+            return self._normed(template.norm, x)
+        self.a, self.mlp = a, m = template.attention, template.mlp
+        roles = roles_of(kwargs)
+        angles, mask, self.cache = map(kwargs.get, map(roles.get, ("angles", "mask", "cache")))
+        # A layer that is given angles need not turn by them. What it does not read has no size of the run's.
+        turns = angles is not None and all(id(t) in self._fakes for t in angles)
+        self.cos, self.sin = map(self.atom, angles) if turns else (None, None)
+        self.mask = None if mask is None else self.atom(mask)
+        if template.routes:
+            self.correction = self.atom(module.get_buffer(m.router.correction)) if m.router.correction else None
+            # Numbers that the router's weights may be multiplied with.
+            router = module.get_submodule(m.router.name)
+            own, config = vars(router).values(), vars(getattr(router, "config", router)).values()
+            numbers = [v for v in own if type(v) in (int, float)] + [v for v in config if type(v) is float]
+            self.factors = [*dict.fromkeys(float(v) for v in numbers if v not in (0, 1)), 1.0]
+        h = x + self._normed(a.norm_out, self._linear(a.o, self._attention(self._normed(a.norm_in, x)))) * a.factor
+        b = self._normed(m.norm_in, h)
+        return h + self._normed(m.norm_out, self._sparse(b) if template.routes else self._dense(b, m)) * m.factor
+
+    def _normed(self, norm: Norm | None, x: Tensor) -> Tensor:
+        if norm is None:
+            return x
+        w = self.w[norm.weight]
+        self._style, y = self.choose(            # a norm that had it: the next has it too, mostly
+            norm.weight.removesuffix(".weight"), sorted(forms.NORMS, key=lambda one: one != self._style),
+            lambda one: one[1](x, w, norm.eps))
+        norm.style = self._style[0]
+        return y
+
+    def _linear(self, linears: Linears, x: Tensor, number: int = 0) -> Tensor:
+        """One of those that stand side by side, with what its adapters add."""
+        weight, biases = linears.weights[number], linears.biases
+        y = F.linear(x, self.w[weight], self.w[biases[number]] if biases else None)
+        dtype = y.dtype
+        for adapter in linears.adapters.get(weight, ()):
+            a, b = self.w[adapter.a], self.w[adapter.b]
+            more = F.linear(F.linear(x.to(a.dtype), a), b) * adapter.scale
+            y = y + (more.to(y.dtype) if adapter.rounds else more)
+        return y.to(dtype)
+
+    def _each(self, linears: Linears, x: Tensor, parts: tuple[int, ...]) -> list[Tensor]:
+        """What stands side by side, one by one: of one matrix, cut to these widths."""
+        if len(linears.weights) > 1:
+            return [self._linear(linears, x, n) for n in range(len(linears.weights))]
+        whole, ends = self._linear(linears, x), list(itertools.accumulate(parts))
+        return list(whole.chunk(2, dim=-1)) if len(parts) == 2 else [
+            whole[..., end - n:end] for n, end in zip(parts, ends)]
+
+    def _attention(self, x: Tensor) -> Tensor:
+        a, mask = self.a, self.mask
+        q, k, v = (self._latent_heads if a.latent else self._own_heads)(x)
+        if a.kind == "sdpa":
+            out = forms.sdpa(q, k, v, mask, a.scale, a.causal and mask is None)
+        elif a.sinks:
+            out = self.choose("attention with sinks", forms.SINKS,
+                                      lambda form: form(q, k, v, mask, a.scale, self.w[a.sinks]))[1]
+        else:
+            out = forms.spelled(q, k, v, mask, a.scale, a.cap)
+        return out.transpose(1, 2).reshape(*x.shape[:-1], a.o.inputs)
+
+    def _own_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v [B, h, S, D]. What a cache gathers is k, turned, and v."""
+        a = self.a
+        q, k, v = self._each(a.first, x, (a.hq * a.head, a.hk * a.head, a.hk * a.head))
+        q, k, v = (self._heads(t, norm) for t, norm in ((q, a.q_norm), (k, a.k_norm), (v, None)))
+        q, k = self._turned(q, k)
+        if self.cache is not None:
+            self.gather(k, v)
+        return q, k, v
+
+    def _turned(self, *heads: Tensor) -> tuple[Tensor, ...]:
+        """Heads, turned by angles. Says to the template which way it is."""
+        a = self.a
+        if a.rotary is None or self.cos is None:
+            a.rotary = None
+            return heads
+        kinds = [one for one in forms.ROTARIES if one[0].parted == a.parted]
+        (a.rotary, form), first = self.choose("its rotary embedding", kinds,
+                                                  lambda one: one[1](heads[0], self.cos, self.sin))
+        return first, *(form(t, self.cos, self.sin) for t in heads[1:])
+
+    def _latent_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same by way of few numbers, which are what a cache gathers: normed, and turned."""
+        a, (b, s) = self.a, x.shape[:2]
+        q, low = self._linear(a.first, x, 0), self._linear(a.first, x, 1)
+        if a.q_up is not None:
+            q = self._linear(a.q_up, self._normed(a.q_norm, q))
+        q = q.view(b, s, -1, a.head).transpose(1, 2)
+        low, shared = low.split((a.low, a.turned), -1)
+        low = self._normed(a.kv_norm, low).view(b, 1, s, a.low)
+        turned, shared = self._turned(q[..., a.plain:], shared.view(b, 1, s, a.turned))
+        if self.cache is not None:
+            self.gather(low, shared)
+        kv = self._linear(a.kv_up, low).view(b, s, -1, a.plain + a.values).transpose(1, 2)
+        k, v = kv.split((a.plain, a.values), -1)
+        k = torch.cat((k, shared.expand(-1, a.hq, -1, -1)), -1)
+        return torch.cat((q[..., :a.plain], turned), -1), k, v
+
+    def _heads(self, t: Tensor, norm: Norm | None) -> Tensor:
+        """[B, h, S, D] of [B, S, h D], with its norm, which may run before heads are transposed or after."""
+        shape = (*t.shape[:-1], -1, self.a.head)
+        if norm is None:
+            return t.view(shape).transpose(1, 2)
+        if norm.size != self.a.head:
+            return self._normed(norm, t).view(shape).transpose(1, 2)
+        try:
+            return self._normed(norm, t.view(shape)).transpose(1, 2)
+        except Refused:
+            return self._normed(norm, t.view(shape).transpose(1, 2))
+
+    def _dense(self, b: Tensor, mlp: Any) -> Tensor:
+        """A gated MLP, or a shared expert."""
+        gate, up = self._each(mlp.gu, b, (mlp.down.inputs,) * 2)
+        (mlp.act, _), activated = self.choose("its activation", forms.ACTIVATIONS, lambda one: one[1](gate))
+        return self._linear(mlp.down, activated * up)
+
+    def _sparse(self, b: Tensor) -> Tensor:
+        m, flat = self.mlp, b.reshape(-1, self.mlp.hidden)
+        weights, chosen = self._routed(flat)
+        y = self._experts(flat, chosen, weights)
+        if m.shared is None:
+            return y.view(b.shape)
+
+        def with_shared(way: tuple[bool, bool]) -> Tensor:
+            (runs_flat, wide), z = way, flat if way[0] else b
+            other = self._dense(z, m.shared)
+            if m.shared.gate:
+                other = torch.sigmoid(self._linear(m.shared.gate, z)) * other
+            if wide:
+                return (y.float() + other.float()).to(b.dtype).view(b.shape)
+            return (y + other).view(b.shape) if runs_flat else y.view(b.shape) + other
+
+        return self.choose("its shared expert", ((True, False), (False, False), (True, True)), with_shared)[1]
+
+    def _routed(self, b: Tensor) -> tuple[Tensor, Tensor]:
+        """weights, chosen [T, k]. Step by step, what is more first: what is normalised, scaled or rounded is there
+        before it is, too."""
+        r, choose = self.mlp.router, partial(self.choose, "its router")
+        weight, bias = self.w[r.weight], self.w[r.bias] if r.bias else None
+        wide, logits = choose((True, False), lambda wide: forms.router_logits(b, weight, bias, wide))
+        (kind, _), found = choose((
+            ("sigmoid", lambda: logits.float().sigmoid()),
+            ("softmax", lambda: F.softmax(logits.float(), dim=-1)),
+            ("softmax", lambda: F.softmax(logits, dim=-1, dtype=torch.float)),
+            ("of the largest", lambda: torch.topk(logits, r.top_k, dim=-1)),
+            ("of the largest", lambda: torch.topk(logits.float(), r.top_k, dim=-1))), lambda one: one[1]())
+        if kind == "softmax":
+            w, chosen = torch.topk(found, r.top_k, dim=-1)
+        elif kind == "sigmoid":
+            w, chosen = self._scored(found)
+        else:
+            top, chosen = found
+            w = choose((torch.float, top.dtype), lambda dtype: F.softmax(top, dim=-1, dtype=dtype))[1]
+        total = w.sum(dim=-1, keepdim=True)
+        least, w = choose((0.0, 1e-20, 1e-6, 1e-12, None) if kind == "sigmoid" else (0.0, None),     # None: it does not
+                          lambda n: w if n is None else w / (total + n if n else total))
+        factor, w = choose(self.factors, lambda n: w * n)
+        rounds, w = choose((True, False), lambda rounds: w.to(b.dtype) if rounds else w)
+        normalised = least is not None or kind == "of the largest"
+        r.facts = Facts(kind == "sigmoid", normalised, wide, rounds, factor, least or 0.0)
+        return w, chosen
+
+    def _scored(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the largest scores, corrected, in the best groups of experts. A single group may be masked, or not."""
+        r = self.mlp.router
+        choice = scores if self.correction is None else scores + self.correction
+        _, chosen = self.choose(
+            "its router's choice", (True, False) if r.groups == 1 else (True,), lambda masked: torch.topk(
+                forms.of_groups(choice, r.experts, r.groups, r.best) if masked else choice, r.top_k, dim=-1,
+                sorted=False)[1])
+        return scores.gather(1, chosen), chosen
+
+    def _experts(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """All experts' products are functions without an inside, of the layer's type: known_loop says what they are.
+        The gate between is as any part."""
+        e, own = self.mlp.experts, [self.w[n] for n in sorted(self.mlp.experts.names)]
+        z = expert_rows(self.values, hidden, chosen, own, 2 * e.inter)
+        gates = [*((code, partial(forms.gate, act)) for code, act in forms.ACTIVATIONS),
+                 (ops.CLAMPED, forms.clamped_gate)]
+        ((e.act, _), e.interleaved), gated = self.choose(
+            "the gate of its experts", itertools.product(gates, (False, True)), lambda one: one[0][1](z, one[1]))
+        return experts_down(self.values, gated, hidden, chosen, weights, own)
+
 
 
 def _sizes(graph: Graph) -> dict[Any, Any]:
@@ -176,36 +382,6 @@ _EXACT = ("size", "numel", getattr, operator.getitem, operator.mul)
 _PRIMES = tuple(map(sympy.Integer, (7907, 7919, 7927, 7933, 7937, 7949, 7951, 7963, 7993, 8009, 8011, 8017)))
 
 
-class _Run(torch.fx.Interpreter):
-    """The module's graph on the session's tensors."""
-
-    def __init__(self, session: Session) -> None:
-        super().__init__(session.graph.module, garbage_collect_values=False)
-        self.session = session
-        values = session.values
-        first, last = opaque_ops()
-        self.opaque = {cached(): self._cached, first: partial(expert_rows, values), last: partial(experts_down, values)}
-
-    def placeholder(self, target: str, args: Any, kwargs: Any) -> Any:
-        graph = self.session.graph
-        real = graph.real[target]
-        return self.session.atom(real) if isinstance(real, Tensor) else self.session.size(graph.inputs[target][1])
-
-    def run_node(self, node: Any) -> Any:
-        """Says in which line of the module's code it stands, file:line."""
-        lines = re.findall(r'File "(?:[^"]*[/\\\\])?([^"]*)", line (\d+)', node.meta.get("stack_trace") or "")
-        self.session.values.place = ":".join(lines[-1]) if lines else ""
-        return super().run_node(node)
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        run = self.opaque.get(target)
-        return super().call_function(target, args, kwargs) if run is None else run(*args, **kwargs)
-
-    def _cached(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        self.session.gather(keys, values)
-        return keys, values
-
-
 def prove(graph: Graph | None, template: Template, module: nn.Module, weights: dict[str, Tensor], x: Tensor,
           kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """The settings of the template by which it is what the graph computes; Refused where that is not proved. weights:
@@ -224,245 +400,26 @@ def prove(graph: Graph | None, template: Template, module: nn.Module, weights: d
             if isinstance(t, Tensor):
                 named[id(t)] = (f"{name}[{i}]" if isinstance(value, tuple | list) else name), t
     named[id(x)] = "input", x
-    session = Session(graph, named)
+    proof = Proof(graph, named)
 
     def theirs() -> Tensor:
-        out = _Run(session).run(*graph.real.values())
+        out = proof.run(*graph.real.values())
         if not isinstance(out, tuple | list) or len(out) != 1 or not isinstance(out[0], Tensor):
             raise Refused("its forward gives something else than one tensor")
         return out[0]
 
     try:
-        leaves = [a for t in (x, *weights.values()) if (a := session.atom(t)).requires_grad]
-        right = session.numbers(theirs, leaves)
-        session.known, session.values.made = len(session.values.keys), set()
-        ours = session.numbers(lambda: _meaning(session, template, module, weights, x, kwargs), leaves)
+        leaves = [a for t in (x, *weights.values()) if (a := proof.atom(t)).requires_grad]
+        right = proof.numbers(theirs, leaves)
+        proof.known, proof.values.made = len(proof.values.keys), set()
+        ours = proof.numbers(lambda: proof.meaning(template, module, weights, x, kwargs), leaves)
         if ours != right:
-            raise Refused(session.difference(ours, right))
+            raise Refused(proof.difference(ours, right))
     except Refused:
         raise
     except Exception as error:               # whatever cannot be run on fake tensors is not proved
         text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         raise Refused(f"its code cannot be followed: {text[:300]}") from error
     finally:
-        session.values.forget()
+        proof.values.forget()
     return template.settings
-
-
-def _meaning(session: Session, template: Any, module: nn.Module, weights: dict[str, Tensor], x: Tensor,
-             kwargs: dict[str, Any]) -> Tensor:
-    w = {n: session.atom(t) for n, t in weights.items()}
-    if isinstance(template, Embedding):
-        return F.embedding(session.atom(x), w["weight"], template.padding)
-    if isinstance(template, LoneNorm):
-        norm = template.norm
-        norm.style, y = session.choose(norm.weight, (
-            (style, lambda form=form: form(session.atom(x), w["weight"], norm.eps)) for style, form in forms.NORMS))
-        return y
-    return LayerProof(session, template, module, w, kwargs).whole(session.atom(x))
-
-
-# ---- a decoder layer -------------------------------------------------------------------------------
-
-class LayerProof:
-    """The meaning of one layer, in the forms that the module's own code has: of several, the first whose expression is
-    among its own. What is found so is told to the template; that the whole is equal is another's to compare."""
-
-    def __init__(self, session: Session, template: Decoder, module: nn.Module, weights: dict[str, Tensor],
-                 kwargs: dict[str, Any]) -> None:
-        self.session, self.w = session, weights
-        self.a, self.mlp = template.attention, template.mlp
-        roles = roles_of(kwargs)
-        angles, mask, self.cache = map(kwargs.get, map(roles.get, ("angles", "mask", "cache")))
-        # A layer that is given angles need not turn by them. What it does not read has no size of the run's.
-        turns = angles is not None and all(map(session.reads, angles))
-        self.cos, self.sin = map(session.atom, angles) if turns else (None, None)
-        self.mask = None if mask is None else session.atom(mask)
-        self.correction = self._style = None     # _style: a norm had it: the next has it too, mostly
-        if template.routes:
-            router = module.get_submodule(self.mlp.router.name)
-            if self.mlp.router.correction:
-                self.correction = session.atom(module.get_buffer(self.mlp.router.correction))
-            # Numbers that its weights may be multiplied with.
-            own, config = vars(router).values(), vars(getattr(router, "config", router)).values()
-            numbers = [v for v in own if type(v) in (int, float)] + [v for v in config if type(v) is float]
-            self.factors = [*dict.fromkeys(float(v) for v in numbers if v not in (0, 1)), 1.0]
-
-    def whole(self, x: Tensor) -> Tensor:
-        """y [B, S, H]."""
-        a, m = self.a, self.mlp
-        out = self._normed(a.norm1b, self._linear(a.o, self._attention(self._normed(a.norm1, x))))
-        h = x + out * a.factor
-        b = self._normed(m.norm2, h)
-        return h + self._normed(m.norm2b, self._sparse(b) if hasattr(m, "router") else self._dense(b, m)) * m.factor
-
-    def _normed(self, norm: Norm | None, x: Tensor) -> Tensor:
-        if norm is None:
-            return x
-        w = self.w[norm.weight]
-        self._style, y = self.session.choose(norm.weight.removesuffix(".weight"), (
-            ((style, form), lambda form=form: form(x, w, norm.eps))
-            for style, form in sorted(forms.NORMS, key=lambda form: form != self._style)))
-        norm.style = self._style[0]
-        return y
-
-    def _linear(self, linears: Linears, x: Tensor, number: int = 0) -> Tensor:
-        """One of those that stand side by side, with what its adapters add."""
-        weight, biases = linears.weights[number], linears.biases
-        y = F.linear(x, self.w[weight], self.w[biases[number]] if biases else None)
-        dtype = y.dtype
-        for adapter in linears.adapters.get(weight, ()):
-            a, b = self.w[adapter.a], self.w[adapter.b]
-            more = F.linear(F.linear(x.to(a.dtype), a), b) * adapter.scale
-            y = y + (more.to(y.dtype) if adapter.rounds else more)
-        return y.to(dtype)
-
-    def _each(self, linears: Linears, x: Tensor, parts: tuple[int, ...]) -> list[Tensor]:
-        """What stands side by side, one by one: of one matrix, cut to these widths."""
-        if len(linears.weights) > 1:
-            return [self._linear(linears, x, n) for n in range(len(linears.weights))]
-        whole, ends = self._linear(linears, x), list(itertools.accumulate(parts))
-        return list(whole.chunk(2, dim=-1)) if len(parts) == 2 else [
-            whole[..., end - n:end] for n, end in zip(parts, ends)]
-
-    def _attention(self, x: Tensor) -> Tensor:
-        a, mask = self.a, self.mask
-        q, k, v = (self._latent_heads if a.latent else self._own_heads)(x)
-        if a.kind == "sdpa":
-            out = forms.sdpa(q, k, v, mask, a.scale, a.causal and mask is None)
-        elif a.sinks:
-            out = self.session.choose("attention with sinks", (
-                (None, lambda form=form: form(q, k, v, mask, a.scale, self.w[a.sinks])) for form in forms.SINKS))[1]
-        else:
-            out = forms.spelled(q, k, v, mask, a.scale, a.cap)
-        return out.transpose(1, 2).reshape(*x.shape[:-1], a.o.inputs)
-
-    def _own_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v [B, h, S, D]. What a cache gathers is k, turned, and v."""
-        a = self.a
-        q, k, v = self._each(a.first, x, (a.hq * a.head, a.hk * a.head, a.hk * a.head))
-        q, k, v = (self._heads(t, norm) for t, norm in ((q, a.q_norm), (k, a.k_norm), (v, None)))
-        q, k = self._turned(q, k)
-        if self.cache is not None:
-            self.session.gather(k, v)
-        return q, k, v
-
-    def _turned(self, *heads: Tensor) -> tuple[Tensor, ...]:
-        """Heads, turned by angles. Says to the template which way it is."""
-        a = self.a
-        if a.rotary is None or self.cos is None:
-            a.rotary = None
-            return heads
-        kinds = [one for one in forms.ROTARIES if Rotary(*one[0]).parted == a.parted]
-        (kind, form), first = self.session.choose("its rotary embedding", (
-            (one, lambda form=one[1]: form(heads[0], self.cos, self.sin)) for one in kinds))
-        found = first, *(form(t, self.cos, self.sin) for t in heads[1:])
-        a.rotary = Rotary(*kind)
-        return found
-
-    def _latent_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same by way of few numbers, which are what a cache gathers: normed, and turned."""
-        a, (b, s) = self.a, x.shape[:2]
-        q, low = self._linear(a.first, x, 0), self._linear(a.first, x, 1)
-        if a.q_up is not None:
-            q = self._linear(a.q_up, self._normed(a.q_norm, q))
-        q = q.view(b, s, -1, a.head).transpose(1, 2)
-        low, shared = low.split((a.low, a.turned), -1)
-        low = self._normed(a.kv_norm, low).view(b, 1, s, a.low)
-        turned, shared = self._turned(q[..., a.plain:], shared.view(b, 1, s, a.turned))
-        if self.cache is not None:
-            self.session.gather(low, shared)
-        kv = self._linear(a.kv_up, low).view(b, s, -1, a.plain + a.values).transpose(1, 2)
-        k, v = kv.split((a.plain, a.values), -1)
-        k = torch.cat((k, shared.expand(-1, a.hq, -1, -1)), -1)
-        return torch.cat((q[..., :a.plain], turned), -1), k, v
-
-    def _heads(self, t: Tensor, norm: Norm | None) -> Tensor:
-        """[B, h, S, D] of [B, S, h D], with its norm, which may run before heads are transposed or after."""
-        shape = (*t.shape[:-1], -1, self.a.head)
-        if norm is None:
-            return t.view(shape).transpose(1, 2)
-        if norm.size != self.a.head:
-            return self._normed(norm, t).view(shape).transpose(1, 2)
-        try:
-            return self._normed(norm, t.view(shape)).transpose(1, 2)
-        except Refused:
-            return self._normed(norm, t.view(shape).transpose(1, 2))
-
-    def _dense(self, b: Tensor, mlp: Any) -> Tensor:
-        """A gated MLP, or a shared expert."""
-        gate, up = self._each(mlp.gu, b, (mlp.down.inputs,) * 2)
-        mlp.act, activated = self.session.choose("its activation", (
-            (code, lambda form=form: form(gate)) for code, form in forms.ACTIVATIONS))
-        return self._linear(mlp.down, activated * up)
-
-    def _sparse(self, b: Tensor) -> Tensor:
-        m, flat = self.mlp, b.reshape(-1, self.mlp.hidden)
-        weights, chosen = self._routed(flat)
-        y = self._experts(flat, chosen, weights)
-        if m.shared is None:
-            return y.view(b.shape)
-
-        def with_shared(runs_flat: bool, wide: bool) -> Tensor:
-            z = flat if runs_flat else b
-            other = self._dense(z, m.shared)
-            if m.shared.gate:
-                other = torch.sigmoid(self._linear(m.shared.gate, z)) * other
-            if wide:
-                return (y.float() + other.float()).to(b.dtype).view(b.shape)
-            return (y + other).view(b.shape) if runs_flat else y.view(b.shape) + other
-
-        return self.session.choose("its shared expert", (
-            (None, lambda flat=flat, wide=wide: with_shared(flat, wide))
-            for flat, wide in ((True, False), (False, False), (True, True))))[1]
-
-    def _routed(self, b: Tensor) -> tuple[Tensor, Tensor]:
-        """weights, chosen [T, k]. Step by step, what is more first: what is normalised, scaled or rounded is there
-        before it is, too."""
-        r, choose = self.mlp.router, partial(self.session.choose, "its router")
-        weight, bias = self.w[r.weight], self.w[r.bias] if r.bias else None
-        wide, logits = choose((n, lambda n=n: forms.router_logits(b, weight, bias, n)) for n in (True, False))
-        kind, found = choose((
-            ("sigmoid", lambda: logits.float().sigmoid()),
-            ("softmax", lambda: F.softmax(logits.float(), dim=-1)),
-            ("softmax", lambda: F.softmax(logits, dim=-1, dtype=torch.float)),
-            ("of the largest", lambda: torch.topk(logits, r.top_k, dim=-1)),
-            ("of the largest", lambda: torch.topk(logits.float(), r.top_k, dim=-1))))
-        if kind == "softmax":
-            w, chosen = torch.topk(found, r.top_k, dim=-1)
-        elif kind == "sigmoid":
-            w, chosen = self._scored(found)
-        else:
-            top, chosen = found
-            w = choose((n, lambda n=n: F.softmax(top, dim=-1, dtype=n)) for n in (torch.float, top.dtype))[1]
-        total = w.sum(dim=-1, keepdim=True)
-        (normalised, least), w = choose((
-            *(((True, n), lambda n=n: w / (total + n if n else total))
-              for n in ((0.0, 1e-20, 1e-6, 1e-12) if kind == "sigmoid" else (0.0,))),
-            ((kind == "of the largest", 0.0), lambda: w)))
-        factor, w = choose((n, lambda n=n: w * n) for n in self.factors)
-        rounds, w = choose(((True, lambda: w.to(b.dtype)), (False, lambda: w)))
-        r.facts = Facts(kind == "sigmoid", normalised, wide, rounds, factor, least)
-        return w, chosen
-
-    def _scored(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the largest scores, corrected, in the best groups of experts. A single group may be masked, or not."""
-        r = self.mlp.router
-        choice = scores if self.correction is None else scores + self.correction
-        _, chosen = self.session.choose("its router's choice", (
-            (masked, lambda masked=masked: torch.topk(
-                forms.of_groups(choice, r.experts, r.groups, r.best) if masked else choice, r.top_k, dim=-1,
-                sorted=False)[1]) for masked in ((True, False) if r.groups == 1 else (True,))))
-        return scores.gather(1, chosen), chosen
-
-    def _experts(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """All experts' products are functions without an inside, of the layer's type: known_loop says what they are.
-        The gate between is as any part."""
-        e, own = self.mlp.experts, [self.w[n] for n in sorted(self.mlp.experts.names)]
-        z = expert_rows(self.session.values, hidden, chosen, own, 2 * e.inter)
-        gates = [*((code, partial(forms.gate, act)) for code, act in forms.ACTIVATIONS),
-                 (ops.CLAMPED, forms.clamped_gate)]
-        (e.act, e.interleaved), gated = self.session.choose("the gate of its experts", (
-            ((code, pairs), lambda form=form, pairs=pairs: form(z, pairs))
-            for code, form in gates for pairs in (False, True)))
-        return experts_down(self.session.values, gated, hidden, chosen, weights, own)

@@ -12,24 +12,24 @@ linked      attention's output and log-sum-exp without the input; a decoder laye
 """
 from __future__ import annotations
 
+import contextlib
+
 from torch import nn
 
-from .decoder import Decoder
-from .parts import Unfit
-from .single import Embedding, LoneNorm
+from .decoder import Decoder, Embedding, LoneNorm
+from .parts import Template, Unfit
 from .weights import Coded, Weights
 
-Template = Decoder | Embedding | LoneNorm
 
-
-def template(module: nn.Module) -> Template:
-    """The template that covers a module; else Unfit, whose text says why it is no decoder layer."""
+def template(module: nn.Module, device: str = "") -> Template:
+    """The template that covers a module on such a device; else Unfit, whose text says why it is no decoder layer."""
     for kind in (Embedding, LoneNorm):
-        try:
+        with contextlib.suppress(Unfit):
             return kind(module)
-        except Unfit:
-            continue
-    return Decoder(module)
+    found = Decoder(module)
+    if found.rounds and device == "cuda":
+        raise Unfit("the package of its codes rounds activations to 8 bits on a GPU")
+    return found
 
 
 def spared(tiled: tuple[int, int, int], tokens: int) -> int:

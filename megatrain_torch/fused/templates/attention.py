@@ -93,13 +93,9 @@ class Attention:
         cudnn = self._cudnn(q, sinks)
         if self._wants_mask(q, sinks, cudnn):
             return self._masked(q, sinks).forward(q, k, v, sinks)
-        if self.packed is not None:              # one by one
-            one = dataclasses.replace(self, packed=None)
-            found = [one.forward(*part, sinks) for part in zip(*(t.split(self.packed.lengths, 1) for t in (q, k, v)))]
-            return torch.cat([out for out, _ in found], 1), tuple([kept for _, kept in found])
-        if cudnn and self._long(q, k, sinks):
+        if self.packed is None and cudnn and self._long(q, k, sinks):
             return self._forward_by_rows(q, k, v, sinks)
-        if cudnn and _share(q) > 1:
+        if self.packed is not None or (cudnn and _share(q) > 1):
             return self._forward_in_parts(q, k, v, sinks)
         q, k, v = _turned(q, k, v)
         if cudnn:
@@ -123,19 +119,13 @@ class Attention:
         cudnn = self._cudnn(q, sinks)
         if self._wants_mask(q, sinks, cudnn):
             return self._masked(q, sinks).backward(dout, q, k, v, out, kept, sinks)
-        if self.packed is not None:
-            one = dataclasses.replace(self, packed=None)
-            parts = zip(*(t.split(self.packed.lengths, 1) for t in (dout, q, k, v, out)))        # [1, n, h, D] of each
-            each = [one.backward(*part, of, sinks) for part, of in zip(parts, kept)]
-            dq, dk, dv = (torch.cat(parts, 1) for parts in list(zip(*each))[:3])
-            return dq, dk, dv, None if sinks is None else torch.stack([d for *_, d in each]).sum(0)
-        if cudnn and _share(q) > 1:
+        if self.packed is not None or (cudnn and _share(q) > 1):
             return self._backward_in_parts(dout, q, k, v, out, kept, sinks)
         dout, q, k, v, out = _turned(dout, q, k, v, out)
         dsinks = found = None
         if kept is not None:
             if sinks is not None:
-                dsinks = _sinks_grad(dout, out, kept[0], sinks)
+                dsinks = sinks_grad(dout, out, kept[0], sinks)
             found = self._cpu_grads(dout, q, k, v, out, kept[0]) if len(kept) == 1 else \
                 self._cudnn_grads(dout, q, k, v, out, *kept)
         if found is None:
@@ -168,22 +158,33 @@ class Attention:
         return (q.shape[0] == 1 and q.shape[1] >= LONG and self.packed is None and not self.window
                 and self._cudnn(q, sinks) and self._long(q, k, sinks))
 
-    def walk_back(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any) -> Backward:
-        """Gradients of a single long row, for who goes on with some rows of them."""
-        lse, *rest = kept
+    def walk_back(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any
+                  ) -> tuple[list[slice], Callable[[slice, Tensor], tuple[Tensor, Tensor, Tensor]]]:
+        """Gradients of a single long row, for who goes on with some rows of them: blocks of rows from its end, and what
+        gives dq [1, n, hq, D], dk and dv [1, n, hk, D] of each in this order, from dout [1, n, hq, D]. Those of keys
+        and values are added up in fp32 at least: [S, 2, hk, D]."""
+        (lse, *rest), k, v, size = kept, _near(k), _near(v), q.shape[1]
+        sums = torch.zeros(size, 2, *k.shape[2:], dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
 
-        def kernel(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Any:
-            one, near = dataclasses.replace(self, causal=causal), _turned(dout, _near(q), k, v, out)
-            return one._cudnn_grads(*near, lse, *rest[:4], q.shape[1], k.shape[1])
+        def seen(block: slice, keys: slice, dout: Tensor, causal: bool) -> Tensor:
+            """The part of dq that is of these keys, whose own gradients are added."""
+            own = _turned(dout, _near(q[:, block]), k[:, keys], v[:, keys], out[:, block])
+            dq, *dkv = dataclasses.replace(self, causal=causal)._cudnn_grads(
+                *own, lse[:, :, block].contiguous(), *rest[:4], own[1].shape[2], own[2].shape[2])
+            for i, d in enumerate(dkv):
+                sums[keys, i].add_(d[0].transpose(0, 1))
+            return dq.transpose(1, 2)
 
-        return Backward(kernel, q, _near(k), _near(v), out, lse, ROWS)
+        def grads(block: slice, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            dq = seen(block, block, dout, True)
+            if block.start:
+                dq = dq + seen(block, slice(0, block.start), dout, False)
+            dk, dv = sums[block].to(k.dtype).unbind(1)
+            return dq, dk[None], dv[None]
 
-    @staticmethod
-    def sinks_grad(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-        """Of rows [B, n, hq, D], with their log-sum-exp."""
-        return _sinks_grad(*_turned(dout, out), lse, sinks)
+        return [slice(begin, min(begin + ROWS, size)) for begin in reversed(range(0, size, ROWS))], grads
 
-    # ---- more than cuDNN's kernels are given: some rows or some heads at a time ----
+    # ---- packed sequences one by one; of more than cuDNN's kernels are given some rows or some heads at a time ----
 
     def _forward_in_parts(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Any]:
         cut = self._cut(q, k, sinks)
@@ -203,7 +204,7 @@ class Attention:
             return self._by_lengths(q)._flash_grads(dout, q, k, v, out, kept, None)
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
         dsinks, each = [], kept
-        if not isinstance(kept[0], tuple):               # of one call: what it kept, for each part
+        if isinstance(kept[0], Tensor):                  # of one call: what it kept, for each part
             lse, *rest = kept
             each = [(part.contiguous(), *rest) for part in lse.chunk(cut[1], _HEADS_AT[cut[0]])]
         for extra, (one, sink, *parts) in zip(each, self._parts(cut, sinks, dq, dk, dv, dout, q, k, v, out)):
@@ -215,10 +216,12 @@ class Attention:
             return dq, dk, dv, None
         return dq, dk, dv, torch.cat(dsinks) if cut[0] == 2 else torch.stack(dsinks).sum(0)
 
-    def _cut(self, q: Tensor, k: Tensor, sinks: Tensor | None) -> tuple[int, int] | None:
-        """(dimension, parts): rows of the batch, which may have to be cut again; of a single row the fewest equal parts
-        of the heads, queries with their keys, none of them too long. None: one key's queries are, and flash takes
-        them, or this raises RuntimeError."""
+    def _cut(self, q: Tensor, k: Tensor, sinks: Tensor | None) -> tuple[int, Any] | None:
+        """(dimension, parts): rows of the batch, which may have to be cut again; of a single row its sequences, by
+        their lengths, or the fewest equal parts of the heads, queries with their keys, none of them too long. None: one
+        key's queries are, and flash takes them, or this raises RuntimeError."""
+        if self.packed is not None:
+            return 1, self.packed.lengths
         if q.shape[0] > 1:
             return 0, min(q.shape[0], math.ceil(_share(q)))
         heads = k.shape[2]
@@ -228,14 +231,14 @@ class Attention:
                                f" key head, at most {CUDNN_MOST} can: shorter rows")
         return None if parts is None else (2, parts)
 
-    def _parts(self, cut: tuple[int, int], sinks: Tensor | None, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
+    def _parts(self, cut: tuple[int, Any], sinks: Tensor | None, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
         """Of each part: this with its mask, its sinks, and views of its [B, S, h, D]."""
         dim, n = cut
-        views = [t.chunk(n, dim) for t in tensors]
-        at = _HEADS_AT[dim]
-        masks = [self.mask] * n if self.mask is None or self.mask.shape[at] == 1 else self.mask.chunk(n, at)
-        own = [sinks] * n if sinks is None or dim == 0 else sinks.chunk(n)
-        return ((dataclasses.replace(self, mask=mask), *rest) for mask, *rest in zip(masks, own, *views))
+        views = [t.split(n, 1) if dim == 1 else t.chunk(n, dim) for t in tensors]
+        each, at = len(views[0]), _HEADS_AT.get(dim)
+        masks = [self.mask] * each if self.mask is None or self.mask.shape[at] == 1 else self.mask.chunk(n, at)
+        own = sinks.chunk(n) if sinks is not None and dim == 2 else [sinks] * each
+        return ((dataclasses.replace(self, mask=mask, packed=None), *rest) for mask, *rest in zip(masks, own, *views))
 
     def _by_lengths(self, q: Tensor) -> Attention:
         """Rows of a batch as sequences behind one another, for flash, whose offsets have 64 bits."""
@@ -273,7 +276,7 @@ class Attention:
         flat = _filled(*(t.flatten(0, 1) for t in (dout, q, k, v, out)))
         grads = _flash_backward(*flat, lse, *self._lengths(), rng, unused, **self._window())
         dq, dk, dv = (d[..., :t.shape[3]].unflatten(0, t.shape[:2]) for d, t in zip(grads, (q, k, v)))
-        dsinks = None if sinks is None else _sinks_grad(*(t.transpose(0, 1)[None] for t in (flat[0], flat[4])),
+        dsinks = None if sinks is None else sinks_grad(*(t.transpose(0, 1)[None] for t in (flat[0], flat[4])),
                                                         lse[None], sinks)
         return dq, dk, dv, dsinks
 
@@ -432,7 +435,7 @@ def _sunk(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tenso
     return out.mul_(torch.exp(lse - with_sink).view(*out.shape[:3], 1)), with_sink
 
 
-def _sinks_grad(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+def sinks_grad(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     share = torch.exp(_like(sinks, lse) - lse).reshape(out.shape[:3])
     dots = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     return -(share * dots).sum((0, 2)).to(sinks.dtype)
@@ -447,8 +450,6 @@ def _like(sinks: Tensor, lse: Tensor) -> Tensor:
 
 # (q, k, v, causal) -> output [B, hq, n, D] and log-sum-exp [B, hq, n], or with a last dimension of 1.
 Kernel = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
-# (dout, q, k, v, out, log-sum-exp, causal) -> dq, dk, dv [B, h, n, D].
-Gradients = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]
 
 
 def by_rows(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -465,9 +466,9 @@ def by_rows(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, rows: int) -> tuple
     parts of a softmax are put together by their log-sum-exps (Milakov and Gimelshein, "Online normalizer
     calculation for softmax", 2018, equation 4). What forward keeps is what one call over the row keeps.
 
-    Backward goes from the row's end. A key's gradients come from the queries behind it, so that those of a block's
-    own keys are complete when its queries are done: whoever needs them can go on with these rows, and no gradient
-    of the whole row need exist.
+    Backward (Attention.walk_back) goes from the row's end. A key's gradients come from the queries behind it, so that
+    those of a block's own keys are complete when its queries are done: whoever needs them can go on with these rows,
+    and no gradient of the whole row need exist.
     """
     out, sums = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype, device=q.device), []
     for begin in range(0, q.shape[1], rows):
@@ -485,40 +486,6 @@ def _joined(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tensor,
     share = torch.sigmoid(lse_b - lse_a).view(*a.shape[:3], 1)
     wide = torch.promote_types(a.dtype, share.dtype)
     return torch.lerp(a.to(wide), b.to(wide), share.to(wide)), torch.logaddexp(lse_a, lse_b)
-
-
-class Backward:
-    """Gradients of q, k and v of one row, by blocks: `of` for each of `blocks`, in their order.
-
-    Those of keys and values are added up in fp32 at least: [S, 2, hk, D].
-    """
-
-    def __init__(self, kernel: Gradients, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: int) -> None:
-        self.kernel, self.rows = kernel, rows
-        self.q, self.k, self.v, self.out, self.lse = q, k, v, out, lse
-        wide = torch.promote_types(k.dtype, torch.float32)
-        self.sums = torch.zeros(k.shape[1], 2, *k.shape[2:], dtype=wide, device=k.device)
-
-    def blocks(self) -> Iterator[slice]:
-        """From the end."""
-        starts = range(0, self.q.shape[1], self.rows)
-        return (slice(begin, min(begin + self.rows, self.q.shape[1])) for begin in reversed(starts))
-
-    def of(self, block: slice, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """dq [1, n, hq, D], dk and dv [1, n, hk, D] of a block's rows, from dout [1, n, hq, D]."""
-        dq = self._seen(block, block, dout, True)
-        if block.start:
-            dq = dq + self._seen(block, slice(0, block.start), dout, False)
-        dk, dv = self.sums[block].to(self.k.dtype).unbind(1)
-        return dq, dk[None], dv[None]
-
-    def _seen(self, block: slice, keys: slice, dout: Tensor, causal: bool) -> Tensor:
-        """The part of dq that is of these keys, whose own gradients are added."""
-        q, k, v, out = self.q[:, block], self.k[:, keys], self.v[:, keys], self.out[:, block]
-        dq, dk, dv = self.kernel(dout, q, k, v, out, self.lse[:, :, block].contiguous(), causal)
-        for i, d in enumerate((dk, dv)):
-            self.sums[keys, i].add_(d[0].transpose(0, 1))
-        return dq.transpose(1, 2)
 
 
 # ---- cuDNN's gradients with the same bits each time ------------------------------------------------------

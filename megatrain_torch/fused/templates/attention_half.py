@@ -1,5 +1,5 @@
-"""The half of a decoder layer that mixes tokens, h = x + r * norm1b(attention(q, k, v) Wo): what SelfAttention and
-LatentAttention, which make q, k and v of a = norm1(x) in ways of their own, have in common, and these."""
+"""The half of a decoder layer that mixes tokens, h = x + r * norm_out(attention(q, k, v) Wo): what SelfAttention and
+LatentAttention, which make q, k and v of a = norm_in(x) in ways of their own, have in common, and these."""
 from __future__ import annotations
 
 import warnings
@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from ... import ops
 from ...base.limits import show_bytes
 from ...graph import hf_calls
-from ...graph.hf_calls import sight_of
-from .attention import Attention, long_tokens
-from .linears import Linears
-from .parts import Kept, Norm, Unfit, child, cut, has, roles_of
+from .attention import Attention, _turned, long_tokens, sinks_grad
+from .parts import Half, Kept, Linears, Norm, Unfit, child, cut, has, roles_of
 from .weights import Grads, Sums, Weights
+
+LARGE_CACHE = 1 << 28        # bytes
+_told: list[bool] = []       # has it been warned of in this process?
 
 
 @dataclass
@@ -25,7 +26,7 @@ class Call:
     """What a layer is called with besides x and weights.
 
     cos, sin: [1 or B, S, R], or None without rotary embedding. attention: mask and scale.
-    cache: called in forward with what a key-value cache gathers, two [B, S, h, D].
+    cache: called in forward, once, with what a key-value cache gathers, two [B, S, h, D].
     correction: [E] added to a router's scores for the choice alone.
     """
 
@@ -35,14 +36,6 @@ class Call:
     cache: Any = None
     correction: Tensor | None = None
 
-    def gather(self, k: Tensor, v: Tensor) -> None:
-        """For the cache, where there is one: once, and not held until backward."""
-        if self.cache is not None:
-            self.cache(k, v)
-            self.cache = None
-
-
-# ---- rotary embeddings -----------------------------------------------------------------------------
 
 class Rotary(NamedTuple):
     """How a model's code pairs the numbers of a head for the rotary embedding.
@@ -68,22 +61,15 @@ class Rotary(NamedTuple):
             return torch.cat((t, t), -1)
         return t[..., :t.shape[-1] // 2].repeat_interleave(2, -1) if self.first else t
 
-    def as_given(self, t: Tensor) -> Tensor:
-        """Heads [..., R] turned where they lie, as the model's code gives them."""
-        return torch.cat((t[..., ::2], t[..., 1::2]), -1) if self.parted else t
 
-
-# ---- what both kinds have in common ----------------------------------------------------------------
-
-class AttentionHalf:
+class AttentionHalf(Half):
     """
     Attributes:
-        first: the product with a. o: the one that attention's output goes into. linears: all of them.
+        first: the product with a. o: the one that attention's output goes into.
         hq, hk, head: heads of queries and of keys, and their size. values: of a value's head.
         sinks: the name of attention's sinks, if it has any.
         rotary: how heads are turned; None: they are not. parted: they are, in the way that Rotary has of it, which a
             cache has to be given so. latent: it is LatentAttention.
-        norms: all norms, the layer's two among them.
         walks: gradients of a single long row may be had some rows at a time.
         cached: numbers of a token that a key-value cache gathers.
     """
@@ -91,14 +77,14 @@ class AttentionHalf:
     sinks: str | None = None
     cap, walks, latent, parted = 0.0, False, False, False
 
-    def __init__(self, layer: nn.Module, norm1: Norm | None, norm1b: Norm | None, factor: float) -> None:
+    def __init__(self, layer: nn.Module, norm_in: Norm | None, norm_out: Norm | None, factor: float) -> None:
+        super().__init__(norm_in, norm_out, factor)
         attn = child(layer, "self_attn")
         self.config = getattr(attn, "config", None)
         if self.config is None or not hasattr(attn, "scaling"):
             raise Unfit("its attention has no config or scaling")
         if isinstance(attn.scaling, Tensor):             # TimesFM learns one for each channel
             raise Unfit("its attention's scale is learnt")
-        self.norm1, self.norm1b, self.factor = norm1, norm1b, factor
         self.o = Linears(layer, "self_attn.o_proj" if hasattr(attn, "o_proj") else "self_attn.dense")
         self.hidden, self.scale = self.o.rows[0], float(attn.scaling)
         self.positions = int(getattr(self.config, "max_position_embeddings", 0) or 0)
@@ -136,42 +122,46 @@ class AttentionHalf:
             angles = None, None
         elif angles is None:
             raise Unfit("called without (cos, sin), each [B, S, R]")
-        else:
+        elif self.rotary.short or self.rotary.first:
             angles = map(self.rotary.angles, angles)
-        call = Call(*angles, self._attention(mask))
-        if cache is not None:
-            index = layer.self_attn.layer_idx
-            if not hf_calls.empty_entry(cache, index):
-                raise Unfit("its cache is no empty DynamicCache")
-            layers = getattr(self.config, "num_hidden_layers", 1)
-            nbytes = self.cached * x.element_size() * x.shape[:2].numel() * layers
-            if nbytes >= LARGE_CACHE and not _told:
-                _told.append(True)
-                warnings.warn(f"the forward of a training step fills a key-value cache of {show_bytes(nbytes)}, which "
-                              "training does not read: call the model with use_cache=False, or set "
-                              "model.config.use_cache = False", stacklevel=2)
-            call.cache = lambda k, v: _fill(cache, k, v, index)
-        return call
-
-    def _attention(self, mask: Tensor | None) -> Attention:
-        kind, sight, values = self.kind, sight_of(mask), 0 if self.values == self.head else self.values
+        kind, sight = self.kind, hf_calls.sight_of(mask)
+        values = 0 if self.values == self.head else self.values
         if sight is not None and not self.cap:
-            return Attention(self.scale, True, packed=sight.packed, window=sight.window, values=values)
-        mask = mask if sight is None else sight.real
-        causal = self.causal and mask is None and kind == "sdpa"     # of eager attention, the mask says all
-        return Attention(self.scale, causal, mask, kind == "eager", self.cap, values=values)
+            attention = Attention(self.scale, True, packed=sight.packed, window=sight.window, values=values)
+        else:
+            mask = mask if sight is None else sight.real
+            causal = self.causal and mask is None and kind == "sdpa"     # of eager attention, the mask says all
+            attention = Attention(self.scale, causal, mask, kind == "eager", self.cap, values=values)
+        call = Call(*angles, attention)
+        if cache is None:
+            return call
+        index = layer.self_attn.layer_idx
+        if not hf_calls.empty_entry(cache, index):
+            raise Unfit("its cache is no empty DynamicCache")
+        layers = getattr(self.config, "num_hidden_layers", 1)
+        nbytes = self.cached * x.element_size() * x.shape[:2].numel() * layers
+        if nbytes >= LARGE_CACHE and not _told:
+            _told.append(True)
+            warnings.warn(f"the forward of a training step fills a key-value cache of {show_bytes(nbytes)}, which "
+                          "training does not read: call the model with use_cache=False, or set "
+                          "model.config.use_cache = False", stacklevel=2)
+
+        @torch.enable_grad()                 # what the cache makes of its entries has to refuse it too
+        def fill(k: Tensor, v: Tensor) -> None:
+            cache.update(cut(k.transpose(1, 2)), cut(v.transpose(1, 2)), index)
+
+        call.cache = fill
+        return call
 
     def forward(self, x: Tensor, shape: Any, w: Weights, call: Call, k: Kept) -> Tensor:
         """h [T, H] from x [T, H]; shape: (B, S). Writes what backward wants into k, where attention's output may be
         already."""
-        a = x
-        if self.norm1:
-            a, k.rstd1 = self.norm1.before(self.first, x, w)
+        a = self.normed(x, w, k, self.first)
         k.qkv = self.first.forward(a, w)
         del a
         q, key, v = self._made(k, shape, w, call)
         if k.out is None:
-            k.out, k.extra = call.attention.forward(q, key, v, self._sinks(w))
+            k.out, k.extra = call.attention.forward(q, key, v, w[self.sinks] if self.sinks else None)
         return self.after(x, w, k)
 
     def _made(self, k: Kept, shape: Any, w: Weights, call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -179,69 +169,32 @@ class AttentionHalf:
         gave it. Fills the call's cache."""
         raise NotImplementedError
 
-    def _sinks(self, w: Weights) -> Tensor | None:
-        return w[self.sinks] if self.sinks else None
-
     def after(self, x: Tensor, w: Weights, k: Kept) -> Tensor:
         """h [T, H] from x [T, H] and attention's output, which is in k."""
-        out = k.out.reshape(x.shape[0], -1)
-        if not self.norm1b:
-            return self.o.forward_onto(x, out, w, self.factor)
-        k.o = self.o.forward(out, w)
-        normed, k.inner["o"] = self.norm1b.forward(k.o, w)
-        return torch.add(x, normed, alpha=self.factor)
+        return self.added(x, self.o, k.out.reshape(len(x), -1), w, k)
 
-    def backward(self, dh: Tensor, x: Tensor, shape: Any, w: Weights, call: Call, k: Kept, grads: Grads,
-                 input_grad: bool) -> Tensor:
+    def backward(self, dh: Tensor, x: Tensor, shape: Any, w: Weights, call: Call, k: Kept, grads: Grads) -> Tensor:
         """dx [T, H] from dh [T, H], and may write into it. Uses up what was kept."""
         raise NotImplementedError
 
-    def _output_backward(self, dh: Tensor, w: Weights, k: Kept, grads: Grads) -> Tensor:
-        """Gradient of attention's output, [B, S, hq, V]."""
-        do = dh if self.factor == 1.0 else dh * self.factor
-        if self.norm1b:
-            do, _ = self.norm1b.backward(do, k.o, k.inner["o"], w, grads)
-            k.o = None
-        self.o.weight_grads(do, k.out.reshape(do.shape[0], -1), w, grads)
+    def _attention_grad(self, dh: Tensor, w: Weights, k: Kept, grads: Grads) -> Tensor:
+        """Of attention's output, [B, S, hq, V]."""
+        do = self.output_grad(dh, w, k, grads)
+        self.o.weight_grads(do, k.out.reshape(len(do), -1), w, grads)
         return self.o.input_grad(do, w).view(k.out.shape)
-
-    def _input_backward(self, dfirst: Tensor, dh: Tensor, x: Tensor, w: Weights, k: Kept, grads: Grads,
-                        input_grad: bool) -> Tensor:
-        """dx [T, H] from the gradient of what the first product gave, the residual's own added."""
-        da = self.first.input_grad(dfirst, w)
-        if self.norm1:
-            dx, a = self.norm1.backward(da, x, k.rstd1, w, grads, add=dh, rebuild=True)
-        else:
-            dx, a = da.add_(dh) if input_grad else da, x
-        self.first.weight_grads(dfirst, a, w, grads)
-        return dx
-
-    def weights_used(self) -> int:
-        """Elements of the matrices that a token meets."""
-        return sum(sum(one.rows) * one.inputs for one in self.linears)
-
-
-LARGE_CACHE = 1 << 28        # bytes
-_told: list[bool] = []       # has it been warned of in this process?
-
-
-@torch.enable_grad()
-def _fill(cache: Any, k: Tensor, v: Tensor, index: int) -> None:
-    """What a cache makes of its entries has to refuse a backward too, so its own operations are recorded."""
-    cache.update(cut(k.transpose(1, 2)), cut(v.transpose(1, 2)), index)
 
 
 # ---- one product for q, k and v --------------------------------------------------------------------
 
 class SelfAttention(AttentionHalf):
-    """qkv = a Wqkv, attention(rope(norm(q)), rope(norm(k)), v): hq query heads, hk key heads of size D; H hidden. norm1
-    and norm1b may be missing. k.qkv is [T, (hq + 2 hk) D], rotated where there are no norms of q and k."""
+    """qkv = a Wqkv, attention(rope(norm(q)), rope(norm(k)), v): hq query heads, hk key heads of size D; H hidden.
+    k.qkv is [T, (hq + 2 hk) D], rotated where there are no norms of q and k."""
 
-    def __init__(self, layer: nn.Module, norm1: Norm | None, norm1b: Norm | None, factor: float) -> None:
+    def __init__(self, layer: nn.Module, norm_in: Norm | None, norm_out: Norm | None, factor: float) -> None:
         attn = child(layer, "self_attn")
         if not hasattr(attn, "head_dim"):
             raise Unfit("its attention has no head_dim")
-        super().__init__(layer, norm1, norm1b, factor)
+        super().__init__(layer, norm_in, norm_out, factor)
         self.head = self.values = int(attn.head_dim)
         names = ("qkv_proj",) if hasattr(attn, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
         self.first = Linears(layer, *(f"self_attn.{n}" for n in names))
@@ -258,19 +211,20 @@ class SelfAttention(AttentionHalf):
                                     for n in ("q_norm", "k_norm"))
         if (self.q_norm is None) != (self.k_norm is None):
             raise Unfit("only one of q and k has a norm")
-        self.norms = [n for n in (norm1, norm1b, self.q_norm, self.k_norm) if n]
+        self.norms += [n for n in (self.q_norm, self.k_norm) if n]
         self.linears = self.first, self.o
         self.names = {*self.first.names, *self.o.names} | ({self.sinks} if self.sinks else set())
 
     def _made(self, k: Kept, shape: Any, w: Weights, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         q, key, v = self._rotated(k, shape, w, call, in_place=True)
-        call.gather(key, v)
+        if call.cache is not None:
+            call.cache(key, v)
+            call.cache = None                # not held until backward
         return q, key, v
 
     def _heads(self, qkv: Tensor, shape: Any) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, S, hq, D], k and v [B, S, hk, D], as views of [T, (hq + 2 hk) D]."""
-        heads = qkv.view(*shape, self.hq + 2 * self.hk, self.head)
-        return heads.split((self.hq, self.hk, self.hk), 2)
+        return qkv.view(*shape, -1, self.head).split((self.hq, self.hk, self.hk), 2)
 
     def _rotated(self, k: Kept, shape: Any, w: Weights, call: Call, in_place: bool
                  ) -> tuple[Tensor, Tensor, Tensor]:
@@ -278,10 +232,8 @@ class SelfAttention(AttentionHalf):
         now); with them, qkv keeps what their norms read."""
         q, key, v = self._heads(k.qkv, shape)
         if self.q_norm:
-            q, k.inner["q"] = self._normed(self.q_norm, q, w)
-            key, k.inner["k"] = self._normed(self.k_norm, key, w)
-            in_place = True
-        if in_place and call.cos is not None:
+            (q, k.inner["q"]), (key, k.inner["k"]) = self._normed(self.q_norm, q, w), self._normed(self.k_norm, key, w)
+        if (in_place or self.q_norm) and call.cos is not None:
             ops.rope(q, key, call.cos, call.sin, q, key, interleaved=self.rotary.interleaved)
         return q, key, v
 
@@ -290,38 +242,35 @@ class SelfAttention(AttentionHalf):
         y, rstd = norm.forward(x if norm.size == self.head else x.flatten(2), w)
         return y.view(x.shape), rstd
 
-    def backward(self, dh: Tensor, x: Tensor, shape: Any, w: Weights, call: Call, k: Kept, grads: Grads,
-                 input_grad: bool) -> Tensor:
-        sinks = self._sinks(w)
+    def backward(self, dh: Tensor, x: Tensor, shape: Any, w: Weights, call: Call, k: Kept, grads: Grads) -> Tensor:
+        sinks = w[self.sinks] if self.sinks else None
         if shape[0] == 1 and call.attention.single_long_row(*self._heads(k.qkv, shape)[:2], sinks):
-            return self._backward_by_rows(dh, x, shape, w, call, k, grads, input_grad)
-        dout = self._output_backward(dh, w, k, grads)
+            return self._backward_by_rows(dh, x, shape, w, call, k, grads, sinks)
+        dout = self._attention_grad(dh, w, k, grads)
         *d, dsinks = call.attention.backward(dout, *self._rotated(k, shape, w, call, in_place=False), k.out, k.extra,
                                              sinks)
-        if self.sinks and grads.wants(self.sinks):
+        if self.sinks in grads.wanted:
             grads[self.sinks] = dsinks
         k.out = k.extra = None
         del dout
         dqkv = self._unrotated(d, shape, w, call.cos, call.sin, k, grads)
         del d
-        return self._input_backward(dqkv, dh, x, w, k, grads, input_grad)
+        return self.input_grad(self.first, dqkv, dh, x, None, w, k, grads)
 
-    def _backward_by_rows(self, dh: Tensor, x: Tensor, shape: Any, w: Weights, call: Call, k: Kept,
-                          grads: Grads, input_grad: bool) -> Tensor:
+    def _backward_by_rows(self, dh: Tensor, x: Tensor, shape: Any, w: Weights, call: Call, k: Kept, grads: Grads,
+                          sinks: Tensor | None) -> Tensor:
         """As backward, of one row, whose gradients never exist whole but for dx, which takes dh's place."""
         sums = Sums(grads)
-        walk = call.attention.walk_back(*self._rotated(k, shape, w, call, in_place=False), k.out, k.extra)
-        for rows in walk.blocks():
-            part = Kept(*(None if t is None else t[rows] for t in (None, k.rstd1, k.qkv)), out=k.out[:, rows],
-                        o=None if k.o is None else k.o[rows],
-                        inner={n: t[:, rows] if n in ("q", "k") else t[rows] for n, t in k.inner.items()})
-            dout = self._output_backward(dh[rows], w, part, sums)
-            if self.sinks and sums.wants(self.sinks):
-                sums[self.sinks] = call.attention.sinks_grad(dout, part.out, walk.lse[:, :, rows], self._sinks(w))
+        blocks, gradients = call.attention.walk_back(*self._rotated(k, shape, w, call, in_place=False), k.out, k.extra)
+        for rows in blocks:
+            part = k.part(rows)
+            dout = self._attention_grad(dh[rows], w, part, sums)
+            if self.sinks in sums.wanted:
+                sums[self.sinks] = sinks_grad(*_turned(dout, part.out), k.extra[0][:, :, rows], sinks)
             cos, sin = (None if t is None else t[:, rows] for t in (call.cos, call.sin))
-            dqkv = self._unrotated(walk.of(rows, dout), part.out.shape[:2], w, cos, sin, part, sums)
+            dqkv = self._unrotated(gradients(rows, dout), part.out.shape[:2], w, cos, sin, part, sums)
             del dout
-            dh[rows] = self._input_backward(dqkv, dh[rows], x[rows], w, part, sums, input_grad)
+            dh[rows] = self.input_grad(self.first, dqkv, dh[rows], x[rows], None, w, part, sums)
         sums.finish()
         k.out = k.extra = None
         return dh
@@ -347,8 +296,8 @@ class SelfAttention(AttentionHalf):
 
     def kept_bytes(self, keep: str, item: int) -> int:
         """Bytes that a token takes between forward and backward."""
-        columns = sum(self.first.rows) + self.o.inputs + self.hidden * bool(self.norm1b)
-        rms = bool(self.norm1) + bool(self.norm1b)
+        columns = sum(self.first.rows) + self.o.inputs + self.hidden * bool(self.norm_out)
+        rms = bool(self.norm_in) + bool(self.norm_out)
         if self.q_norm:
             rms += self.hq if self.q_norm.size == self.head else 1
             rms += self.hk if self.k_norm.size == self.head else 1
@@ -386,9 +335,9 @@ class LatentAttention(AttentionHalf):
 
     latent = True
 
-    def __init__(self, layer: nn.Module, norm1: Norm | None, norm1b: Norm | None, factor: float) -> None:
-        super().__init__(layer, norm1, norm1b, factor)
-        attn: Any = child(layer, "self_attn")
+    def __init__(self, layer: nn.Module, norm_in: Norm | None, norm_out: Norm | None, factor: float) -> None:
+        super().__init__(layer, norm_in, norm_out, factor)
+        attn = child(layer, "self_attn")
         if getattr(attn, "num_key_value_groups", 1) != 1:
             raise Unfit("its latent attention has fewer heads of keys than of queries")
         low = has(layer, "self_attn.q_a_proj")
@@ -408,38 +357,16 @@ class LatentAttention(AttentionHalf):
         self.rotary, self.parted = Rotary(), bool(getattr(self.config, "rope_interleave", False))
         self.linears = (self.first, *([self.q_up] if self.q_up else []), self.kv_up, self.o)
         self.names = {name for one in self.linears for name in one.names}
-        self.norms = [n for n in (norm1, norm1b, self.q_norm, self.kv_norm) if n]
+        self.norms += [n for n in (self.q_norm, self.kv_norm) if n]
 
     def _made(self, k: Kept, shape: Any, w: Weights, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        self._make_q(k, shape, w, call)
-        self._make_kv(k, shape, w, call)
-        return self._heads(k, shape, call)
-
-    def _make_q(self, k: Kept, shape: Any, w: Weights, call: Call) -> None:
-        """Queries, turned: k.q, or where they are in k.qkv."""
-        if self.q_up:
-            low, k.inner["q_a"] = self.q_norm.before(self.q_up, k.qkv[:, :self.wide], w)
-            k.q = self.q_up.forward(low, w)
-        self._turn(self._queries(k, shape)[..., self.plain:], call)
-
-    def _make_kv(self, k: Kept, shape: Any, w: Weights, call: Call) -> None:
-        """k.kv; a cache gets what it is made of."""
-        given = k.qkv[:, self.wide:self.wide + self.low]
-        if call.cache is None:
-            low, k.inner["kv_a"] = self.kv_norm.before(self.kv_up, given, w)
-        else:
-            low, k.inner["kv_a"] = self.kv_norm.forward(given, w)
-            shared = self._shared(k.qkv, shape, call)
-            call.gather(low.view(*shape, 1, self.low), self.rotary.as_given(shared) if self.rotary else shared)
-        k.kv = self.kv_up.forward(low, w)
+        if not self.q_up:                    # they stay so in qkv
+            self._turn(self._queries(k, shape)[..., self.plain:], call)
+        return self._heads(k, shape, w, call)
 
     def _queries(self, k: Kept, shape: Any) -> Tensor:
         """[B, S, hq, D], where they lie."""
         return (k.qkv[:, :self.wide] if k.q is None else k.q).view(*shape, self.hq, self.head)
-
-    def _shared(self, qkv: Tensor, shape: Any, call: Call) -> Tensor:
-        """rope(kr) [B, S, 1, R], a copy."""
-        return self._turn(qkv[:, -self.turned:].view(*shape, 1, self.turned).clone(), call)
 
     def _turn(self, t: Tensor, call: Call, inverse: bool = False) -> Tensor:
         """t [B, S, h, R], in place."""
@@ -448,21 +375,32 @@ class LatentAttention(AttentionHalf):
             ops.rope(t, none, call.cos, call.sin, t, none, interleaved=self.rotary.interleaved, inverse=inverse)
         return t
 
-    def _heads(self, k: Kept, shape: Any, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, k: Kept, shape: Any, w: Weights, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v; what they are made of is made where it is not there, in backward again."""
+        if self.q_up and k.q is None:
+            low, k.inner["q_a"] = self.q_norm.forward(k.qkv[:, :self.wide], w, self.q_up)
+            k.q = self.q_up.forward(low, w)
+            self._turn(self._queries(k, shape)[..., self.plain:], call)
+            del low
+        shared = self._turn(k.qkv[:, -self.turned:].view(*shape, 1, self.turned).clone(), call)      # rope(kr)
+        if k.kv is None:
+            given = k.qkv[:, self.wide:self.wide + self.low]
+            low, k.inner["kv_a"] = self.kv_norm.forward(given, w, self.kv_up if call.cache is None else None)
+            if call.cache is not None:       # it gathers both, kr as the model's code gives it
+                parted = self.rotary is not None and self.rotary.parted
+                call.cache(low.view(*shape, 1, self.low),
+                           torch.cat((shared[..., ::2], shared[..., 1::2]), -1) if parted else shared)
+                call.cache = None
+            k.kv = self.kv_up.forward(low, w)
+            del low
         plain, v = k.kv.view(*shape, self.hq, -1).split((self.plain, self.values), 3)
         key = torch.empty(*plain.shape[:3], self.head, dtype=plain.dtype, device=plain.device)
-        key[..., :self.plain] = plain
-        key[..., self.plain:] = self._shared(k.qkv, shape, call)
+        key[..., :self.plain], key[..., self.plain:] = plain, shared
         return self._queries(k, shape), key, v
 
-    def backward(self, dh: Tensor, x: Tensor, shape: Any, w: Weights, call: Call, k: Kept, grads: Grads,
-                 input_grad: bool) -> Tensor:
-        dout = self._output_backward(dh, w, k, grads)
-        if self.q_up and k.q is None:
-            self._make_q(k, shape, w, call)
-        if k.kv is None:
-            self._make_kv(k, shape, w, call)
-        dq, dk, dv, _ = call.attention.backward(dout, *self._heads(k, shape, call), k.out, k.extra)
+    def backward(self, dh: Tensor, x: Tensor, shape: Any, w: Weights, call: Call, k: Kept, grads: Grads) -> Tensor:
+        dout = self._attention_grad(dh, w, k, grads)
+        dq, dk, dv, _ = call.attention.backward(dout, *self._heads(k, shape, w, call), k.out, k.extra)
         del dout
         k.out = k.extra = k.q = k.kv = None
         dfirst = torch.empty_like(k.qkv)
@@ -484,7 +422,7 @@ class LatentAttention(AttentionHalf):
         rows = slice(self.wide, self.wide + self.low)
         self._up_backward(self.kv_up, self.kv_norm, dkv, rows, dfirst[:, rows], k.inner["kv_a"], k, w, grads)
         del dk, dv, dkv
-        return self._input_backward(dfirst, dh, x, w, k, grads, input_grad)
+        return self.input_grad(self.first, dfirst, dh, x, None, w, k, grads)
 
     def _up_backward(self, up: Linears, norm: Norm, dy: Tensor, columns: slice, to: Tensor, rstd: Tensor,
                      k: Kept, w: Weights, grads: Grads) -> None:
@@ -494,7 +432,7 @@ class LatentAttention(AttentionHalf):
 
     def kept_bytes(self, keep: str, item: int) -> int:
         """Bytes that a token takes between forward and backward; "selective" makes queries, keys and values again."""
-        columns = sum(self.first.rows) + self.o.inputs + self.hidden * bool(self.norm1b)
+        columns = sum(self.first.rows) + self.o.inputs + self.hidden * bool(self.norm_out)
         if keep == "saved":
             columns += self.hq * (self.head * bool(self.q_up) + self.plain + self.values)
         return columns * item + 4 * (self.hq + len(self.norms))

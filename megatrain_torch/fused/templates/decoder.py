@@ -1,4 +1,5 @@
-"""Decoder layers of the Llama family: attention with rotary embeddings, then a gated MLP.
+"""Templates: decoder layers of the Llama family, attention with rotary embeddings, then a gated MLP; and of single
+modules an embedding and a norm that stands alone.
 
     a = norm1(x)          qkv = a Wqkv        q, k = rope(norm(q), norm(k))
     o = attention Wo      h = x + r * norm1b(o)
@@ -11,7 +12,6 @@ numbers, mixtures of experts (moe.py). Which is right for a module is found from
 """
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,28 +22,29 @@ from ... import ops
 from ...graph.hf_calls import example, sight_of
 from .attention import LONG, NEVER, ROWS
 from .attention_half import Call, LatentAttention, SelfAttention
-from .linears import codings_of, gated_linears
 from .moe import SparseMLP
-from .parts import Kept, Norm, Unfit, has, hidden_states, role, unflattened
+from .parts import (
+    Half,
+    Kept,
+    Norm,
+    Template,
+    Unfit,
+    codings_of,
+    gated_linears,
+    has,
+    role,
+    unflattened,
+)
 from .weights import Grads, Sums, Weights, fits, glu_grads
 
 TILE_BYTES = 1 << 30         # of gate|up that is not kept: products of this many rows are as fast as larger ones
 LEAST_ROWS = 256             # of a tile, and its rows are a multiple of them
-_BY_ROWS = ("rstd2", "d", "rstd2b")          # what of Kept a tile has its rows of
 
 
-class Decoder:
-    """The template of one structure: an attention half and an MLP half.
+class Decoder(Template):
+    """The template of one structure: an attention half and an MLP half."""
 
-    Attributes:
-        rounds: it is nothing for a GPU, where the package of its codes rounds activations to codes too.
-        coded: its products, one at least, may be of 8-bit codes (weights.Coded).
-        routes: its MLP is a mixture of experts.
-    """
-
-    differentiable_input = True
-    swaps, links = True, True            # what it keeps may wait in host memory; it can make its output again
-    input = staticmethod(hidden_states)  # what it takes
+    swaps, links = True, True
 
     def __init__(self, layer: nn.Module) -> None:
         norms = _norms_of(layer)
@@ -55,7 +56,8 @@ class Decoder:
         self.mlp = (SparseMLP if self.routes else GatedMLP)(layer, block, norms["2"], norms["2b"], factor)
         self.norms = self.attention.norms + self.mlp.norms
         self.linears = *self.attention.linears, *self.mlp.linears
-        self.codings = codings_of(layer)
+        self.open = [(self.attention, "rotary"), *self.mlp.open, *((n, "style") for n in self.norms)]
+        self.codings, self.config = codings_of(layer), self.attention.config
         self.rounds = any(c.rounds for c in self.codings.values())
         self.coded = (not self.codings and all(one.alone for one in self.linears)
                       and any(fits((sum(one.rows), one.inputs), torch.bfloat16) for one in self.linears))
@@ -67,20 +69,6 @@ class Decoder:
             if isinstance(m, nn.Dropout) and m.p > 0:
                 raise Unfit(f"{name} drops out")
         self.check, self.copied, self.tiled = self.attention.check, self.attention.copied, self.mlp.tiled
-
-    @property
-    def settings(self) -> tuple[Any, ...]:
-        """What a proof finds beside the structure: it differs from case to case, and with it the template."""
-        return tuple(n.style for n in self.norms), self.attention.rotary, self.mlp.facts
-
-    def set_as(self, settings: tuple[Any, ...]) -> Decoder:
-        """A template of this structure with these settings."""
-        config = self.attention.config
-        found = copy.deepcopy(self, {id(config): config})
-        styles, found.attention.rotary, found.mlp.facts = settings
-        for norm, style in zip(found.norms, styles):
-            norm.style = style
-        return found
 
     def take(self, layer: nn.Module, x: Tensor, kwargs: dict[str, Any], roles: dict[str, str] | None = None
              ) -> tuple[Tensor, Call]:
@@ -115,48 +103,39 @@ class Decoder:
                 rest[name] = None if what == "cache" else value
         return x, rest
 
-    def forward(self, x: Tensor, w: Weights, call: Call, keep: str) -> tuple[Tensor, Kept]:
-        """y [B, S, H] from x [B, S, H], and what backward wants of it."""
-        k = Kept(x=x)
-        k.h = self.attention.forward(x.reshape(-1, x.shape[-1]), x.shape[:2], w, call, k)
-        y = unflattened(self.mlp.forward(k.h, w, call.correction, k, keep == "saved"), x.shape)
-        if keep == "saved":
-            return y, k
+    def forward(self, x: Tensor, w: Weights, call: Call, keep: str) -> tuple[Tensor, Any]:
+        """y [B, S, H] from x [B, S, H], and what backward wants of it beside x: attention's and the MLP's, or None."""
+        a, m = Kept(), Kept()
+        m.x = self.attention.forward(x.reshape(-1, x.shape[-1]), x.shape[:2], w, call, a)
+        y = unflattened(self.mlp.forward(m.x, w, call.correction, m, keep == "saved"), x.shape)
         if keep == "replay":
-            return y, Kept(x=x)
+            return y, None
         if keep in ("attention", "linked"):
-            return y, Kept(x=x if keep == "attention" else None, out=k.out, extra=k.extra)
-        k.q = k.kv = k.gu = k.shared_gu = None           # "selective"
-        return y, k
-
-    @staticmethod
-    def made_from(k: Kept) -> Any:
-        """What `again` wants of what was kept, the input left out; None: attention would have to run again."""
-        return k.out
+            return y, (Kept(out=a.out, extra=a.extra), Kept())
+        if keep == "selective":
+            a.q = a.kv = m.gu = m.shared_gu = None
+        return y, (a, m)
 
     def again(self, x: Tensor, out: Tensor, w: Weights, call: Call, keep: str) -> Tensor:
         """y [B, S, H] to the bits of forward, from x [B, S, H] and attention's output."""
         h = self.attention.after(x.reshape(-1, x.shape[-1]), w, Kept(out=out))
         return unflattened(self.mlp.forward(h, w, call.correction, Kept(), keep == "saved"), x.shape)
 
-    @staticmethod
-    def nothing_kept(x: Tensor) -> Kept:
-        return Kept(x=x)
-
-    def backward(self, dy: Tensor, k: Kept, w: Weights, call: Call, wanted: Any, input_grad: bool
+    def backward(self, dy: Tensor, x: Tensor, kept: Any, w: Weights, call: Call, wanted: Any, input_grad: bool
                  ) -> tuple[Tensor | None, Grads]:
         """dx [B, S, H] (None where it is not wanted) and gradients of the weights in `wanted`, by name.
 
         Uses up what was kept, and writes into it.
         """
         grads, shape = Grads(wanted), dy.shape
-        dy, x = dy.reshape(-1, shape[-1]), k.x.reshape(-1, shape[-1])
-        if k.h is None:
-            k.h = self.attention.forward(x, shape[:2], w, call, k)
-        dh = self.mlp.backward(dy, k.h, w, call.correction, k, grads)
+        dy, x = dy.reshape(-1, shape[-1]), x.reshape(-1, shape[-1])
+        a, m = kept or (Kept(), Kept())
+        if m.x is None:
+            m.x = self.attention.forward(x, shape[:2], w, call, a)
+        dh = self.mlp.backward(dy, m.x, w, call.correction, m, grads)
         # What the MLP kept makes room before attention makes its own.
-        k.h = k.rstd2 = k.routed = k.gu = k.shared_gu = k.d = k.rstd2b = None
-        dx = self.attention.backward(dh, x, shape[:2], w, call, k, grads, input_grad)
+        m.x = m.rstd = m.last = m.rstd_out = m.routed = m.gu = m.shared_gu = None
+        dx = self.attention.backward(dh, x, shape[:2], w, call, a, grads)
         return (unflattened(dx, shape) if input_grad else None), grads
 
     # ---- sizes: tokens, and bytes of an activation's element (item) ----
@@ -199,8 +178,7 @@ class Decoder:
 
     @property
     def cached(self) -> int:
-        """Numbers of a token that a key-value cache gathers in a forward, where the configuration has it."""
-        return self.attention.cached if getattr(self.attention.config, "use_cache", False) else 0
+        return self.attention.cached if getattr(self.config, "use_cache", False) else 0
 
     def long(self, item: int) -> tuple[int, int, int]:
         """Bytes of a token that backward is spared in a single row (attention.by_rows), bytes besides, and from how
@@ -212,14 +190,10 @@ class Decoder:
         a, h, tiled = self.attention, self.attention.hidden, self.mlp.tiled(item)
         if not tiled[0] or item != 2 or not a.walks:
             return 0, 0, NEVER
-        q, qkv = a.o.inputs, sum(a.first.rows)
+        q, qkv, used = a.o.inputs, sum(a.first.rows), sum(sum(one.rows) * one.inputs for one in a.linears)
         instead = (qkv - q) * (2 * item + 4) + (q + (qkv - q) // 2) * item * bool(a.q_norm)
-        besides = ROWS * (3 * qkv + 6 * h) * item + 4 * a.weights_used() - (tiled[0] * tiled[1] + tiled[2])
+        besides = ROWS * (3 * qkv + 6 * h) * item + 4 * used - (tiled[0] * tiled[1] + tiled[2])
         return (qkv + 3 * h) * item - max(0, instead - h * item), max(0, besides), LONG
-
-    def flops(self, tokens: int) -> float:
-        """Of a forward's products; attention's not counted."""
-        return 2.0 * tokens * (self.attention.weights_used() + self.mlp.weights_used())
 
 
 def sighted(mask: Tensor) -> Tensor:
@@ -246,25 +220,15 @@ def _norms_of(layer: nn.Module) -> dict[str, Norm | None]:
             "2b": norm("post_feedforward_layernorm", "post_mlp_layernorm")}
 
 
-class GatedMLP:
-    """The half that works on each token. H hidden, I intermediate. norm2 and norm2b may be missing."""
+class GatedMLP(Half):
+    """The half that works on each token. H hidden, I intermediate."""
 
-    def __init__(self, layer: nn.Module, name: str, norm2: Norm | None, norm2b: Norm | None, factor: float) -> None:
-        self.gu, self.down = gated_linears(layer, name)
-        self.act = ops.SILU                  # until a proof finds it
-        self.name, self.norm2, self.norm2b, self.factor = name, norm2, norm2b, factor
-        self.norms = [n for n in (norm2, norm2b) if n]
-        self.linears = self.gu, self.down
+    def __init__(self, layer: nn.Module, name: str, norm_in: Norm | None, norm_out: Norm | None, factor: float) -> None:
+        super().__init__(norm_in, norm_out, factor)
+        self.gu, self.down = self.linears = gated_linears(layer, name)
         self.names = {*self.gu.names, *self.down.names}
-
-    @property
-    def facts(self) -> int:
-        """What a proof finds."""
-        return self.act
-
-    @facts.setter
-    def facts(self, found: int) -> None:
-        self.act = found
+        self.act = ops.SILU                  # until a proof finds it
+        self.open = [(self, "act")]
 
     def tile(self, item: int) -> int:
         """Rows of which gate|up exists at a time, where it is not kept."""
@@ -272,47 +236,38 @@ class GatedMLP:
         return max(LEAST_ROWS, rows // LEAST_ROWS * LEAST_ROWS)
 
     def _tiles(self, h: Tensor, k: Kept) -> Iterator[tuple[slice, Kept]]:
-        """Rows, and what is kept of them."""
         step = self.tile(h.element_size())
-        for first in range(0, h.shape[0], step):
-            rows = slice(first, first + step)
-            own = {name: t[rows] for name in _BY_ROWS if (t := getattr(k, name)) is not None}
-            yield rows, Kept(**own)
+        for first in range(0, len(h), step):
+            yield (rows := slice(first, first + step)), k.part(rows)
 
     def forward(self, h: Tensor, w: Weights, correction: None, k: Kept, whole: bool = True) -> Tensor:
         """y [T, H] from h [T, H]. Writes what backward wants into k. whole: gate|up is to be kept; else many rows go
         through it in tiles."""
-        if whole or h.shape[0] <= self.tile(h.element_size()):
+        if whole or len(h) <= self.tile(h.element_size()):
             return self._forward(h, w, k)
         y, parts = torch.empty_like(h), []
         for rows, part in self._tiles(h, k):
             y[rows] = self._forward(h[rows], w, part)
             part.gu = None
             parts.append(part)
-        for name in _BY_ROWS:
+        for name in ("rstd", "last", "rstd_out"):
             if getattr(parts[0], name) is not None:
                 setattr(k, name, torch.cat([getattr(part, name) for part in parts]))
         return y
 
     def _forward(self, h: Tensor, w: Weights, k: Kept) -> Tensor:
-        b = h
-        if self.norm2:
-            b, k.rstd2 = self.norm2.before(self.gu, h, w)
+        b = self.normed(h, w, k, self.gu)
         k.gu = self.gu.forward(b, w)
         del b
         return self._finish(h, w, k)
 
     def _finish(self, h: Tensor, w: Weights, k: Kept) -> Tensor:
         act = w.gated(self.down.weights, k.gu, self.act) if self.down.alone else ops.glu(*k.gu.chunk(2, 1), self.act)
-        if not self.norm2b:
-            return self.down.forward_onto(h, act, w, self.factor)
-        k.d = self.down.forward(act, w)
-        normed, k.rstd2b = self.norm2b.forward(k.d, w)
-        return torch.add(h, normed, alpha=self.factor)
+        return self.added(h, self.down, act, w, k)
 
     def backward(self, dy: Tensor, h: Tensor, w: Weights, correction: None, k: Kept, grads: Grads) -> Tensor:
         """dh [T, H] from dy [T, H]. Uses up what was kept, and writes into it."""
-        if k.gu is not None or h.shape[0] <= self.tile(h.element_size()):
+        if k.gu is not None or len(h) <= self.tile(h.element_size()):
             return self._backward(dy, h, w, k, grads)
         dh, sums = torch.empty_like(h), Sums(grads)
         for rows, part in self._tiles(h, k):
@@ -321,58 +276,102 @@ class GatedMLP:
         return dh
 
     def _backward(self, dy: Tensor, h: Tensor, w: Weights, k: Kept, grads: Grads) -> Tensor:
-        b = self._make_again(h, w, k) if k.gu is None else None
-        dd = dy if self.factor == 1.0 else dy * self.factor
-        if self.norm2b:
-            dd, _ = self.norm2b.backward(dd, k.d, k.rstd2b, w, grads)
-            k.d = None
+        b = None
+        if k.gu is None:                     # made again, but for the last product where nothing needs its output
+            b = self.normed(h, w, k)
+            k.gu = self.gu.forward(b, w)
+            if self.norm_out and k.last is None:
+                self._finish(h, w, k)
+        dd = self.output_grad(dy, w, k, grads)
         # Codes of these alone will do where nothing but the products reads them.
-        alone = self.gu.alone and self.down.alone and not (self.gu.biases and grads.wants(*self.gu.biases))
+        alone = self.gu.alone and self.down.alone and grads.wanted.isdisjoint(self.gu.biases)
         dact = self.down.input_grad(dd, w)
         if alone:
             dgu, act = w.gated_grads(self.gu.weights, self.down.weights, dact, k.gu, self.act,
-                                     None if self.norm2 else h)
+                                     None if self.norm_in else h)
         else:
             dgu, act = glu_grads(dact, k.gu, self.act)
         del dact
         k.gu = None
         self.down.weight_grads(dd, act, w, grads)
         del act, dd
-        db = self.gu.input_grad(dgu, w)
-        if self.norm2:
-            dh, again = self.norm2.backward(db, h, k.rstd2, w, grads, add=dy, rebuild=b is None)
-            b = again if b is None else b
-        else:
-            dh, b = db.add_(dy), h
-        self.gu.weight_grads(dgu, b, w, grads)
-        return dh
-
-    def _make_again(self, h: Tensor, w: Weights, k: Kept) -> Tensor:
-        """What was not kept, but for the last projection where nothing needs its output. Gives what the projections
-        read, which had to be made for that."""
-        b = h
-        if self.norm2:
-            b, rstd = self.norm2.forward(h, w)
-            k.rstd2 = rstd if k.rstd2 is None else k.rstd2
-        k.gu = self.gu.forward(b, w)
-        if self.norm2b and k.d is None:
-            self._finish(h, w, k)
-        return b
+        return self.input_grad(self.gu, dgu, dy, h, b, w, k, grads)
 
     def kept_bytes(self, keep: str, item: int) -> int:
         """Bytes that a token takes between forward and backward."""
-        columns = self.down.rows[0] * bool(self.norm2b) + (2 * self.down.inputs if keep == "saved" else 0)
+        columns = self.down.rows[0] * bool(self.norm_out) + (2 * self.down.inputs if keep == "saved" else 0)
         return columns * item + 4 * len(self.norms)
 
     def work_columns(self) -> int:
         """Numbers of a token that backward has beside what "saved" keeps."""
         return self.down.inputs
 
-    def weights_used(self) -> int:
-        """Elements of the matrices that a token meets."""
-        return sum(self.gu.rows) * self.gu.inputs + self.down.rows[0] * self.down.inputs
-
     def tiled(self, item: int) -> tuple[int, int, int]:
         """Where gate|up is not kept: bytes of a token that only so many rows have at a time, those rows, and bytes of
         the weight gradients' sums where there are more."""
-        return 3 * self.down.inputs * item, self.tile(item), 4 * self.weights_used()
+        used = sum(self.gu.rows) * self.gu.inputs + self.down.rows[0] * self.down.inputs
+        return 3 * self.down.inputs * item, self.tile(item), 4 * used
+
+
+# ---- single modules: what they keep never leaves the device ----------------------------------------------
+
+class Embedding(Template):
+    """Rows of a table by number: ids [...] int64 -> [..., H]."""
+
+    differentiable_input = False
+
+    def __init__(self, module: nn.Module) -> None:
+        if type(module) is not nn.Embedding:
+            raise Unfit(f"it is a {type(module).__name__}, no plain nn.Embedding")
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+            raise Unfit("its embedding has max_norm, scale_grad_by_freq or sparse gradients")
+        self.rows, self.padding, self.width = module.num_embeddings, module.padding_idx, module.embedding_dim
+
+    def input(self, ids: Any, dtype: torch.dtype) -> Tensor:
+        if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
+            raise Unfit("called with something else than int64 numbers")
+        return ids
+
+    def small(self, x: Tensor, rng: torch.Generator, n: int, kwargs: Any, last: bool) -> tuple[Tensor, Any]:
+        return torch.randint(self.rows, (1, n), generator=rng, device=x.device), {}
+
+    def forward(self, ids: Tensor, w: Weights, call: None, keep: str) -> tuple[Tensor, None]:
+        return torch.nn.functional.embedding(ids, w["weight"]), None
+
+    def backward(self, dy: Tensor, ids: Tensor, kept: None, w: Weights, call: None, wanted: Any, input_grad: bool
+                 ) -> tuple[None, Grads]:
+        grads = Grads(wanted)
+        padding = -1 if self.padding is None else self.padding
+        grads["weight"] = ops.embedding_backward(dy.reshape(-1, self.width), ids.reshape(-1), self.rows, padding)
+        return None, grads
+
+    def input_bytes(self, tokens: int, item: int) -> int:
+        return 8 * tokens
+
+
+class LoneNorm(Template):
+    """The last RMSNorm of a model: x [..., H] -> [..., H]."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.norm = Norm(module, "")
+        self.open = [(self.norm, "style")]
+
+    def small(self, x: Tensor, rng: torch.Generator, n: int, kwargs: Any, last: bool) -> tuple[Tensor, Any]:
+        return torch.randn(1, n, x.shape[-1], generator=rng, device=x.device).to(x.dtype), {}
+
+    def forward(self, x: Tensor, w: Weights, call: None, keep: str) -> tuple[Tensor, Tensor]:
+        return self.norm.forward(x, w)
+
+    def backward(self, dy: Tensor, x: Tensor, kept: Any, w: Weights, call: None, wanted: Any, input_grad: bool
+                 ) -> tuple[Tensor, Grads]:
+        grads, rstd = Grads(wanted), self.norm.forward(x, w)[1] if kept is None else kept
+        return self.norm.backward(dy, x, rstd, w, grads)[0], grads
+
+    def input_bytes(self, tokens: int, item: int) -> int:
+        return tokens * self.norm.size * item
+
+    def kept_bytes(self, keep: str, tokens: int, item: int) -> int:
+        return 4 * tokens
+
+    def work_bytes(self, tokens: int, item: int) -> int:
+        return 2 * tokens * self.norm.size * item

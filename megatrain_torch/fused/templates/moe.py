@@ -9,21 +9,18 @@ Letters: T tokens, k experts of each, R = T k rows, E experts, H hidden, I an ex
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ... import ops
-from .linears import Linears, gated_linears
-from .parts import Kept, Norm, Unfit, child, has
+from .parts import Half, Kept, Linears, Norm, Unfit, child, gated_linears, has
 from .weights import Grads, Weights
 
 # ---- routers ---------------------------------------------------------------------------------------
 
-@dataclass
-class Routed:
+class Routed(NamedTuple):
     """logits: [T, E] fp32, or the layer's type. index: [T, k] int64."""
 
     logits: Tensor
@@ -117,9 +114,9 @@ class Router:
         """db [T, H] from dweights [T, k] fp32; the choice has no gradient."""
         kind = self._type(b)
         dlogits, wide = self._logits_grad(dweights * self.facts.factor, r).to(kind), b.to(kind)
-        if grads.wants(self.weight):
+        if self.weight in grads.wanted:
             grads[self.weight] = torch.mm(dlogits.t(), wide).to(w[self.weight].dtype)
-        if self.bias and grads.wants(self.bias):
+        if self.bias in grads.wanted:
             grads[self.bias] = dlogits.sum(0).to(w[self.bias].dtype)
         return torch.mm(dlogits, w[self.weight].to(kind)).to(b.dtype)
 
@@ -217,7 +214,7 @@ class Experts:
     """
 
     def __init__(self, layer: nn.Module, name: str, hidden: int) -> None:
-        module: Any = child(layer, name)
+        module = child(layer, name)
         own = {n: tuple(p.shape) for n, p in module.named_parameters()}
         gu, down = own.get("gate_up_proj", ()), own.get("down_proj", ())
         if len(gu) != 3 or len(down) != 3 or set(own) - {"gate_up_proj", "down_proj", *_BIASES}:
@@ -286,7 +283,7 @@ class Experts:
         dweights = dweights[rows.place].view(weights.shape)
         if self.biases:
             dweights = dweights + torch.mm(dy, w[self.biases[1]].t()).gather(1, routed.index)
-            if grads.wants(self.biases[1]):
+            if self.biases[1] in grads.wanted:
                 grads[self.biases[1]] = torch.mm(spread_out(weights, routed).to(dy.dtype).t(), dy)
         return ops.sum_rows(dx, rows.place, b.shape[0], None, base), dweights
 
@@ -295,11 +292,11 @@ class Experts:
         def of(x: Tensor, dy: Tensor) -> Tensor:
             return ops.grouped_gemm_wgrad(*((x, dy) if self.transposed else (dy, x)), rows.offsets)
 
-        if grads.wants(self.down):
+        if self.down in grads.wanted:
             grads[self.down] = of(act, dys)
-        if grads.wants(self.gu):
+        if self.gu in grads.wanted:
             grads[self.gu] = of(rows.of(b), dgu)
-        if self.biases and grads.wants(self.biases[0]):  # each expert's sum, as a product with eight (the kernel's
+        if self.biases and self.biases[0] in grads.wanted:  # each expert's sum, as a product with eight (the kernel's
             ones = dgu.new_ones(dgu.shape[0], 8)         # least) rows of ones
             sums = ops.grouped_gemm_wgrad(ones, dgu, rows.offsets)[:, 0]
             if len(rows.experts) == self.count:
@@ -354,67 +351,56 @@ class Shared:
         return db.addmm_(dlogit, w.joint(self.gate.weights))
 
 
-class SparseMLP:
+class SparseMLP(Half):
     """A mixture of experts, with the norms around it; `decoder.GatedMLP` has the same functions."""
 
-    def __init__(self, layer: nn.Module, name: str, norm2: Norm | None, norm2b: Norm | None, factor: float) -> None:
+    def __init__(self, layer: nn.Module, name: str, norm_in: Norm | None, norm_out: Norm | None, factor: float) -> None:
+        super().__init__(norm_in, norm_out, factor)
         block = child(layer, name)
         self.router = Router(layer, name, "gate" if has(block, "gate") else "router")
-        hidden = dict(layer.named_parameters())[self.router.weight].shape[1]
-        self.experts = Experts(layer, f"{name}.experts", hidden)
+        self.hidden = dict(layer.named_parameters())[self.router.weight].shape[1]
+        self.experts = Experts(layer, f"{name}.experts", self.hidden)
         if self.experts.count != self.router.experts:
             raise Unfit(f"its router knows {self.router.experts} experts of {self.experts.count}")
         if any("jitter" in n and v for m in block.modules() for n, v in vars(m).items()):
             raise Unfit("its router draws random numbers")
         shared = (f"{name}.shared_expert", f"{name}.shared_experts", "shared_mlp")
         self.shared = next((Shared(layer, n, f"{name}.shared_expert_gate") for n in shared if has(layer, n)), None)
-        self.norm2, self.norm2b, self.factor, self.hidden = norm2, norm2b, factor, hidden
-        self.norms = [n for n in (norm2, norm2b) if n]
         self.linears = self.shared.linears if self.shared else ()
         self.names = self.router.names | self.experts.names | {n for one in self.linears for n in one.names}
-
-    @property
-    def facts(self) -> tuple[Any, ...]:
-        """What a proof finds."""
-        e = self.experts
-        return self.router.facts, e.act, e.interleaved, self.shared and self.shared.act
-
-    @facts.setter
-    def facts(self, found: tuple[Any, ...]) -> None:
-        self.router.facts, self.experts.act, self.experts.interleaved, act = found
-        if self.shared:
-            self.shared.act = act
+        self.open = [(self.router, "facts"), (self.experts, "act"), (self.experts, "interleaved"),
+                     *([(self.shared, "act")] if self.shared else [])]
 
     def forward(self, h: Tensor, w: Weights, correction: Tensor | None, k: Kept, whole: bool = True) -> Tensor:
         """y [T, H] from h [T, H]. Writes what backward wants into k. Experts' rows go at once, whole or not."""
-        b = h
-        if self.norm2:
-            b, k.rstd2 = self.norm2.forward(h, w)
+        b = self.normed(h, w, k)
         k.routed = self.router.forward(b, w, correction)
         return self._finish(h, b, sort_rows(k.routed.index, self.experts.count), w, k, whole)
 
     def _finish(self, h: Tensor, b: Tensor, rows: Rows, w: Weights, k: Kept, keeps: bool) -> Tensor:
         """keeps: g|u of the routed rows; that of the shared expert is kept in any case."""
-        base, factor = (None, 1.0) if self.norm2b else (h, self.factor)
+        base, factor = (None, 1.0) if self.norm_out else (h, self.factor)
         if self.shared:
             k.shared_gu = self.shared.gu.forward(b, w)
             base = self.shared.forward_onto(base, b, k.shared_gu, factor, w)
         weights = self.router.weights(k.routed, h.dtype)
         y, k.gu = self.experts.forward(b, weights, k.routed, rows, base, factor, w, keeps)
-        if not self.norm2b:
-            return y
-        k.d = y
-        normed, k.rstd2b = self.norm2b.forward(y, w)
-        return torch.add(h, normed, alpha=self.factor)
+        return self.added_normed(h, y, w, k) if self.norm_out else y
 
     def backward(self, dy: Tensor, h: Tensor, w: Weights, correction: Tensor | None, k: Kept, grads: Grads
                  ) -> Tensor:
         """dh [T, H] from dy [T, H]. Uses up what was kept, and writes into it."""
-        b, rows = self._make_again(h, w, correction, k)
-        dd = dy if self.factor == 1.0 else dy * self.factor
-        if self.norm2b:
-            dd, _ = self.norm2b.backward(dd, k.d, k.rstd2b, w, grads)
-            k.d = None
+        # Made again: what the experts read, and what was not kept, their outputs only where norm_out reads them. Their
+        # g|u is made where it is used.
+        b = self.normed(h, w, k)
+        if k.routed is None:
+            k.routed = self.router.forward(b, w, correction)
+        rows = sort_rows(k.routed.index, self.experts.count)
+        if self.norm_out and k.last is None:
+            self._finish(h, b, rows, w, k, keeps=True)
+        elif self.shared and k.shared_gu is None:
+            k.shared_gu = self.shared.gu.forward(b, w)
+        dd = self.output_grad(dy, w, k, grads)
         base = None
         if self.shared:
             base = self.shared.backward(dd, b, k.shared_gu, w, grads)
@@ -423,30 +409,14 @@ class SparseMLP:
         db, dweights = self.experts.backward(dd, b, k.gu, weights, k.routed, rows, base, w, grads)
         k.gu = None
         db += self.router.backward(dweights, k.routed, b, w, grads)
-        if not self.norm2:
+        if self.norm_in is None:
             return db.add_(dy)
-        return self.norm2.backward(db, h, k.rstd2, w, grads, add=dy)[0]
-
-    def _make_again(self, h: Tensor, w: Weights, correction: Tensor | None, k: Kept) -> tuple[Tensor, Rows]:
-        """What the experts read, and what was not kept; not their outputs, unless norm2b reads them. Their g|u is made
-        where it is used."""
-        b = h
-        if self.norm2:
-            b, rstd = self.norm2.forward(h, w)
-            k.rstd2 = rstd if k.rstd2 is None else k.rstd2
-        if k.routed is None:
-            k.routed = self.router.forward(b, w, correction)
-        rows = sort_rows(k.routed.index, self.experts.count)
-        if self.norm2b and k.d is None:
-            self._finish(h, b, rows, w, k, keeps=True)
-        elif self.shared and k.shared_gu is None:
-            k.shared_gu = self.shared.gu.forward(b, w)
-        return b, rows
+        return self.norm_in.backward(db, h, k.rstd, w, grads, add=dy)[0]
 
     def kept_bytes(self, keep: str, item: int) -> int:
         """Bytes that a token takes between forward and backward."""
         shared = 2 * self.shared.down.inputs if self.shared else 0
-        columns = self.hidden * bool(self.norm2b)
+        columns = self.hidden * bool(self.norm_out)
         columns += 2 * self.experts.inter * self.router.top_k + shared if keep == "saved" else 0
         routed = self.experts.count * (4 if self.router.facts.wide else item) + 8 * self.router.top_k
         return columns * item + routed + 4 * len(self.norms)
@@ -454,10 +424,6 @@ class SparseMLP:
     def work_columns(self) -> int:
         """Numbers of a token that backward has beside what "saved" keeps."""
         return self.router.top_k * (2 * self.experts.inter + 2 * self.hidden)
-
-    def weights_used(self) -> int:
-        """Elements of the matrices that a token meets, but for the router's and the shared expert's."""
-        return self.router.top_k * 3 * self.experts.inter * self.hidden
 
     @staticmethod
     def tiled(item: int) -> tuple[int, int, int]:

@@ -1,22 +1,76 @@
-"""What templates are made of besides weights: arguments of a call, norms, activations, a module's children."""
+"""What templates are made of besides weights: a call's arguments, norms, linear layers, the half of a decoder layer."""
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 
 from ... import ops
+from ...base.codes import Coding, coded, format_of
 from ...base.errors import MegatrainError
 from ...graph import hf_calls
+from .attention import NEVER
 from .weights import Grads, Weights
 
 
 class Unfit(Exception):
     """A module, or a call of it, that a template does not cover; the text says why."""
+
+
+class Template:
+    """What runs all modules of one structure, forward and backward, without autograd and with weights passed in. What
+    is said here is that of a single module, whose Decoder says what the functions are.
+
+    Attributes:
+        differentiable_input: its input has a gradient.
+        swaps, links: what it keeps may wait in host memory; it can make its output again.
+        rounds: it is nothing for a GPU, where the package of its codes rounds activations to codes too.
+        coded: its products, one at least, may be of 8-bit codes (weights.Coded).
+        routes: it has a mixture of experts.
+        cached: numbers of a token that a key-value cache gathers in a forward, where the configuration has it.
+        open: (part, attribute): what a proof finds beside the structure; it differs from case to case.
+        config: of the model; a template in other settings has the same.
+    """
+
+    differentiable_input, swaps, links, rounds, coded, routes, cached = True, False, False, False, False, False, 0
+    open: list[tuple[Any, str]] = []
+    config: Any = None
+    check: Any = staticmethod(lambda: None)
+    expanded: Any = staticmethod(lambda item: (0, 0))
+    copied: Any = staticmethod(lambda item: (0, 0))
+    tiled: Any = staticmethod(lambda item: (0, 0, 0))
+    experts: Any = staticmethod(lambda item: (0, 0, 0))
+    long: Any = staticmethod(lambda item: (0, 0, NEVER))
+    kept_bytes: Any = staticmethod(lambda keep, tokens, item: 0)
+    work_bytes: Any = staticmethod(lambda tokens, item: 0)
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        return tuple([getattr(part, name) for part, name in self.open])
+
+    def set_as(self, settings: tuple[Any, ...]) -> Any:
+        """A template of this structure with these settings."""
+        found = copy.deepcopy(self, {id(self.config): self.config})
+        for (part, name), value in zip(found.open, settings, strict=True):
+            setattr(part, name, value)
+        return found
+
+    def input(self, x: Any, dtype: torch.dtype) -> Tensor:
+        """x, if it is what the template takes: a plain [B, S, H] tensor of this type; else Unfit."""
+        if type(x) is not Tensor or x.dim() != 3 or x.dtype != dtype:
+            raise Unfit("its input is no [B, S, H] tensor of the weights' type")
+        return x
+
+    def take(self, module: nn.Module, x: Tensor, kwargs: Any, roles: Any = None) -> tuple[Tensor, Any]:
+        if kwargs:
+            raise Unfit("called with more than its input")
+        return x.contiguous() if x.is_floating_point() and x.stride(-1) != 1 else x, None
 
 
 # ---- a call ----------------------------------------------------------------------------------------
@@ -72,13 +126,6 @@ def roles_of(kwargs: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def hidden_states(x: Any, dtype: torch.dtype) -> Tensor:
-    """x, if it is a plain [B, S, H] tensor of this type; else Unfit."""
-    if type(x) is not Tensor or x.dim() != 3 or x.dtype != dtype:
-        raise Unfit("its input is no [B, S, H] tensor of the weights' type")
-    return x
-
-
 class _Cut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Tensor, cut: Tensor) -> Tensor:
@@ -99,26 +146,49 @@ def unflattened(t: Tensor, shape: Any) -> Tensor:
     return torch.ops.aten._unsafe_view(t, shape)
 
 
-@dataclass
-class Kept:
-    """What lies between forward and backward of a decoder layer; None: to be made again, from x."""
+# ---- a module's parts ------------------------------------------------------------------------------
 
-    x: Tensor | None = None
-    rstd1: Tensor | None = None
-    qkv: Tensor | None = None            # [T, .] what the first product gives
-    q: Tensor | None = None              # of latent attention: [T, hq D] rotated; None: to be made again, from qkv
-    kv: Tensor | None = None             # and [T, hq (N + V)]
-    out: Tensor | None = None            # [B, S, hq, D] attention's output
-    extra: Any = None                    # attention's own: log-sum-exp
-    o: Tensor | None = None              # [T, H], only where norm1b is
-    inner: dict[str, Tensor] = field(default_factory=dict)       # 1/rms of attention's other norms
-    h: Tensor | None = None              # [T, H] between the halves
-    rstd2: Tensor | None = None
-    routed: Any = None                   # a router's logits and choice
-    gu: Tensor | None = None             # [T, 2 I], or [R, 2 I] of the routed rows, sorted by expert
-    shared_gu: Tensor | None = None      # [T, 2 Is] of a shared expert
-    d: Tensor | None = None              # [T, H], only where norm2b is
-    rstd2b: Tensor | None = None
+def has(layer: nn.Module, name: str) -> bool:
+    """Is there a module of this dotted name that does something?"""
+    found = _find(layer, name)
+    return found is not None and not isinstance(found, nn.Identity)
+
+
+def child(layer: nn.Module, name: str) -> Any:
+    """The module of this dotted name; Unfit where there is none."""
+    found = _find(layer, name)
+    if found is None:
+        raise Unfit(f"no template covers a {type(layer).__name__}: it has no {name}")
+    return found
+
+
+def _find(layer: Any, name: str) -> nn.Module | None:
+    for part in name.split(".") if name else ():
+        layer = getattr(layer, part, None)
+    return layer if isinstance(layer, nn.Module) else None
+
+
+def codings_of(layer: nn.Module) -> dict[str, Coding]:
+    """How each weight of codes is made, by its name; Unfit where one cannot be."""
+    found = {}
+    for name, _, p, format in coded(layer):
+        coding = format.coding(p)
+        if coding is None:
+            raise Unfit(f"its weights are codes: {format.name}")
+        found[name] = coding
+    return found
+
+
+def dtype_of(layer: nn.Module, codings: dict[str, Coding]) -> torch.dtype | None:
+    """The type of the weights that a layer multiplies with; None: it has no matrix. Unfit: those that codes stand for
+    are of several. Of parameters that are numbers matrices count first, adapters' last."""
+    types = {c.dtype for c in codings.values() if c.dtype is not None}
+    if len(types) > 1:
+        raise Unfit(f"its codes stand for weights of several types: {', '.join(sorted(map(str, types)))}")
+    own = [(".lora_" in name, p.dim() < 2, p.dtype) for name, p in layer.named_parameters()
+           if p.is_floating_point() and p.dtype.itemsize > 1]
+    plain = sorted(own, key=lambda item: item[:2])
+    return next(iter(types), None) or (plain[0][2] if plain else None)
 
 
 # ---- norms -----------------------------------------------------------------------------------------
@@ -127,7 +197,7 @@ class Norm:
     """A module that is an RMSNorm in one of transformers' ways of applying its weight."""
 
     def __init__(self, layer: nn.Module, name: str) -> None:
-        module = child(layer, name)
+        module = child(layer, name) if name else layer
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         own = dict(module.named_parameters())
         if not isinstance(eps, float) or list(own) != ["weight"] or own["weight"].dim() != 1:
@@ -136,26 +206,22 @@ class Norm:
         self.eps, self.size = eps, own["weight"].numel()
         self.style = ops.ROUND_FIRST
 
-    def forward(self, x: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
-        """y and 1/rms."""
+    def forward(self, x: Tensor, w: Weights, linears: Linears | None = None) -> tuple[Any, Tensor]:
+        """y and 1/rms. linears: nothing else reads y, which may be as their product takes it."""
         weight = w[self.weight]
         if weight.dtype != x.dtype:
             return _wide_norm(x, weight, self.eps, self.style)
+        if linears is not None and linears.alone:
+            return w.normed(linears.weights, x, weight, self.eps, self.style)
         return ops.rms_norm(x, weight, self.eps, self.style)[::2]
-
-    def before(self, linears: Any, x: Tensor, w: Weights) -> tuple[Any, Tensor]:
-        """The same, for these linear layers alone: y as their product takes it."""
-        weight = w[self.weight]
-        if not linears.alone or weight.dtype != x.dtype:
-            return self.forward(x, w)
-        return w.normed(linears.weights, x, weight, self.eps, self.style)
 
     def backward(self, dy: Tensor, s: Tensor, rstd: Tensor, w: Weights, grads: Grads, add: Tensor | None = None,
                  rebuild: bool = False, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """dx + add; and y again, where that is asked for (`rebuild`)."""
         weight = w[self.weight]
         backward = _wide_norm_backward if weight.dtype != s.dtype else ops.rms_norm_backward
         dx, dw, y = backward(dy, s, weight, rstd, self.style, add, rebuild, dx=out)
-        if grads.wants(self.weight):
+        if self.weight in grads.wanted:
             grads[self.weight] = dw
         return dx, y
 
@@ -178,23 +244,238 @@ def _wide_norm_backward(dy: Tensor, s: Tensor, weight: Tensor, rstd: Tensor, sty
     return found if dx is None else dx.copy_(found), dw, y
 
 
-# ---- a module's parts ------------------------------------------------------------------------------
+# ---- linear layers: plain, of weights that are codes, with LoRA beside them ----------------------------
 
-def has(layer: nn.Module, name: str) -> bool:
-    """Is there a module of this dotted name that does something?"""
-    found = _find(layer, name)
-    return found is not None and not isinstance(found, nn.Identity)
+class Adapter(NamedTuple):
+    """LoRA's of one linear layer. a, b: names of its matrices. rounds: what it adds is rounded before, not after."""
 
-
-def child(layer: nn.Module, name: str) -> nn.Module:
-    """The module of this dotted name; Unfit where there is none."""
-    found = _find(layer, name)
-    if found is None:
-        raise Unfit(f"no template covers a {type(layer).__name__}: it has no {name}")
-    return found
+    a: str
+    b: str
+    rank: int
+    scale: float
+    rounds: bool
 
 
-def _find(layer: Any, name: str) -> nn.Module | None:
-    for part in name.split(".") if name else ():
-        layer = getattr(layer, part, None)
-    return layer if isinstance(layer, nn.Module) else None
+def _unwrapped(layer: nn.Module, name: str) -> tuple[str, Any, list[Adapter], list[str]]:
+    """The linear layer of this name, by the name it has inside of PEFT's wrapper; what adapters add to it, and the
+    names of all parameters that adapters have, those that are not in use among them. Unfit where they are no plain
+    LoRA."""
+    module, kind = child(layer, name), type(child(layer, name))
+    if not (kind.__module__.startswith("peft.tuners.lora.") and hasattr(module, "lora_A")
+            and kind.__name__ in ("Linear", "Linear4bit", "Linear8bitLt")):
+        return name, module, [], []
+    if module.merged:
+        raise Unfit(f"{name} has adapters merged into it")
+    if getattr(module, "fan_in_fan_out", False) or any(module.lora_variant.values()):
+        raise Unfit(f"{name} has another adapter than plain LoRA")
+    own = [n for n, _ in module.named_parameters() if not n.startswith("base_layer.")]
+    strange = [n for n in own if not n.startswith(("lora_A.", "lora_B.")) or not n.endswith(".weight")]
+    if strange:
+        raise Unfit(f"{name} has another adapter than plain LoRA: {strange[0]}")
+    active = [] if module.disable_adapters else [key for key in module.active_adapters if key in module.lora_A]
+    if active and not getattr(module, "cast_input_dtype_enabled", True):
+        raise Unfit(f"{name} does not cast its adapter's input")
+    found = [Adapter(f"{name}.lora_A.{key}.weight", f"{name}.lora_B.{key}.weight", module.lora_A[key].out_features,
+                     float(module.scaling[key]), kind.__name__ != "Linear") for key in active]
+    return f"{name}.base_layer", child(layer, f"{name}.base_layer"), found, [f"{name}.{n}" for n in own]
+
+
+class Linears:
+    """One or more linear layers over the same input: x [T, K] -> [T, sum of rows], with LoRA beside them.
+
+        y = x W' + b + s (x A') B'      t = s x A'        dt = s dy B
+        dx = dy W + dt A                dA = dt' x        dB = dy' t
+
+    A [r, K] and B [N, r] are PEFT's, W is frozen or trained like any other. Products of a row's width with r are bound
+    by memory: layers over the same input have theirs in one. They are made in the layer's type, of adapters rounded to
+    it, as autocast makes them; sums are in fp32, and so are gradients of adapters in fp32.
+
+    Attributes:
+        weights, biases: their names. rows: of each. adapters: by the name of a weight. names: of all parameters.
+        beside: of each adapter its columns of t and dt [T, sum of ranks], its columns of y, and itself.
+        alone: only the products with the joint matrix read its input, and, where there are no biases that learn, the
+            gradient of its output.
+    """
+
+    def __init__(self, layer: nn.Module, *names: str) -> None:
+        found = [_unwrapped(layer, n) for n in names]
+        modules = [m for _, m, _, _ in found]
+        for name, m in zip(names, modules):
+            if type(m) is not nn.Linear and format_of(dict.get(m._parameters, "weight")) is None:
+                raise Unfit(f"{name} is a {type(m).__name__}, not a plain nn.Linear")
+        self.rows = tuple(m.out_features for m in modules)
+        self.inputs = modules[0].in_features
+        self.weights = tuple(f"{n}.weight" for n, _, _, _ in found)
+        biased = [m.bias is not None for m in modules]
+        if any(biased) and not all(biased):
+            raise Unfit(f"only some of {', '.join(names)} have a bias")
+        self.biases = tuple(f"{n}.bias" for n, _, _, _ in found) if biased[0] else ()
+        self.adapters = {w: own for w, (_, _, own, _) in zip(self.weights, found) if own}
+        self.names = (*self.weights, *self.biases, *(n for *_, more in found for n in more))
+        own = dict(layer.named_parameters())
+        if len({own[n].dtype for adapters in self.adapters.values() for a in adapters for n in (a.a, a.b)}) > 1:
+            raise Unfit(f"adapters of {', '.join(names)} are of several types")
+        self.beside: list[tuple[slice, slice, Adapter]] = []
+        begin = rank = 0
+        for weight, rows in zip(self.weights, self.rows):
+            for a in self.adapters.get(weight, ()):
+                self.beside.append((slice(rank, rank + a.rank), slice(begin, begin + rows), a))
+                rank += a.rank
+            begin += rows
+        self._downs, self._ranks = tuple(a.a for *_, a in self.beside), tuple(a.rank for *_, a in self.beside)
+        self.alone = not self.beside
+
+    def forward(self, x: Tensor, w: Weights) -> Tensor:
+        y = w.product(self.weights, x, self.biases)
+        if self.beside:
+            t = self._inner(x, w)
+            for ranks, columns, a in self.beside:
+                y[:, columns].addmm_(t[:, ranks], w[a.b].to(x.dtype).t())
+        return y
+
+    def forward_onto(self, base: Tensor, x: Tensor, w: Weights, factor: float) -> Tensor:
+        """base + factor * forward(x), added inside the product where that is all."""
+        if self.biases or self.beside:
+            return torch.add(base, self.forward(x, w), alpha=factor)
+        return w.product_onto(self.weights, base, x, factor)
+
+    def input_grad(self, dy: Tensor, w: Weights) -> Tensor:
+        dx = w.input_grad(self.weights, dy)
+        return dx.addmm_(self._outer(dy, w), self._down(w, dy.dtype)) if self.beside else dx
+
+    def weight_grads(self, dy: Tensor, x: Tensor, w: Weights, grads: Grads) -> None:
+        if not grads.wanted.isdisjoint(self.weights):
+            grads.product(self.weights, self.rows, dy, x, w)
+        if not grads.wanted.isdisjoint(self.biases):
+            grads.put(self.biases, self.rows, ops.column_sum(dy))
+        if not self.beside:
+            return
+        if not grads.wanted.isdisjoint(self._downs):
+            grads.product(self._downs, self._ranks, self._outer(dy, w), x, w, w[self._downs[0]].dtype)
+        ups = [one for one in self.beside if one[2].b in grads.wanted]
+        t = self._inner(x, w) if ups else x
+        for ranks, columns, a in ups:
+            grads.product((a.b,), (w[a.b].shape[0],), dy[:, columns], t[:, ranks], w, w[a.b].dtype)
+
+    # t, and dt, of all adapters, by way of their A [sum of ranks, K].
+
+    def _down(self, w: Weights, dtype: torch.dtype) -> Tensor:
+        return torch.cat([w[n].to(dtype) for n in self._downs])
+
+    def _inner(self, x: Tensor, w: Weights) -> Tensor:
+        return self._scaled(torch.mm(x, self._down(w, x.dtype).t()))
+
+    def _outer(self, dy: Tensor, w: Weights) -> Tensor:
+        dt = torch.empty(dy.shape[0], sum(self._ranks), dtype=dy.dtype, device=dy.device)
+        for ranks, columns, a in self.beside:
+            torch.mm(dy[:, columns], w[a.b].to(dy.dtype), out=dt[:, ranks])
+        return self._scaled(dt)
+
+    def _scaled(self, t: Tensor) -> Tensor:
+        for ranks, _, adapter in self.beside:
+            if adapter.scale != 1.0:
+                t[:, ranks].mul_(adapter.scale)
+        return t
+
+
+_GATED = ((("gate_proj", "up_proj"), "down_proj"), (("gate_up_proj",), "down_proj"),
+          (("input_linear",), "output_linear"))
+
+
+def gated_linears(layer: nn.Module, name: str) -> tuple[Linears, Linears]:
+    """What makes g|u, and what reads act(g) * u; Unfit where the module is not gated."""
+    mlp = child(layer, name)
+    names, down = next((n for n in _GATED if hasattr(mlp, n[0][0])), _GATED[0])
+    gu, down = Linears(layer, *(f"{name}.{n}" for n in names)), Linears(layer, f"{name}.{down}")
+    if sum(gu.rows) != 2 * down.inputs:
+        raise Unfit(f"{name} has {gu.rows} rows before {down.inputs} columns: not gated")
+    return gu, down
+
+
+# ---- half a decoder layer ------------------------------------------------------------------------------
+
+@dataclass
+class Kept:
+    """What lies between forward and backward of a half; None: to be made again, from its input."""
+
+    x: Tensor | None = None              # [T, H] the input, where it is not the layer's
+    rstd: Tensor | None = None           # 1/rms of norm_in
+    last: Tensor | None = None           # [T, H] what norm_out reads
+    rstd_out: Tensor | None = None
+    # Of attention.
+    qkv: Tensor | None = None            # [T, .] what the first product gives
+    q: Tensor | None = None              # of latent attention: [T, hq D] turned; None: to be made again, from qkv
+    kv: Tensor | None = None             # and [T, hq (N + V)]
+    out: Tensor | None = None            # [B, S, hq, D] attention's output
+    extra: Any = None                    # attention's own: log-sum-exp
+    inner: dict[str, Tensor] = field(default_factory=dict)       # 1/rms of attention's other norms
+    # Of what works on each token.
+    routed: Any = None                   # a router's logits and choice
+    gu: Tensor | None = None             # [T, 2 I], or [R, 2 I] of the routed rows, sorted by expert
+    shared_gu: Tensor | None = None      # [T, 2 Is] of a shared expert
+
+    def part(self, rows: slice) -> Kept:
+        """Of some tokens of a single row: what is of each token, and attention's output."""
+        own = (None if t is None else t[rows] for t in (self.rstd, self.last, self.rstd_out, self.qkv))
+        return Kept(None, *own, out=None if self.out is None else self.out[:, rows],
+                    inner={name: t[:, rows] for name, t in self.inner.items()})
+
+
+# Who keeps it elsewhere puts other things in the places of its tensors.
+register_pytree_node(Kept, lambda k: (list(vars(k).values()), None), lambda values, _: Kept(*values))
+
+
+class Half:
+    """y = x + r * norm_out(f(norm_in(x))), where norms may be missing.
+
+    Attributes:
+        factor: r. norms, linears: all there are. names: of all parameters, but for norms'.
+    """
+
+    norms: list[Norm]
+    linears: tuple[Linears, ...]
+    names: set[str]
+
+    def __init__(self, norm_in: Norm | None, norm_out: Norm | None, factor: float) -> None:
+        self.norm_in, self.norm_out, self.factor = norm_in, norm_out, factor
+        self.norms = [n for n in (norm_in, norm_out) if n]
+
+    def normed(self, x: Tensor, w: Weights, k: Kept, linears: Linears | None = None) -> Any:
+        """norm_in(x). linears: that alone read it, and may have it as their product takes it."""
+        if self.norm_in is None:
+            return x
+        a, rstd = self.norm_in.forward(x, w, linears)
+        k.rstd = rstd if k.rstd is None else k.rstd
+        return a
+
+    def added(self, x: Tensor, last: Linears, read: Any, w: Weights, k: Kept) -> Tensor:
+        """y, where the last product of f is that of `read`."""
+        if self.norm_out is None:
+            return last.forward_onto(x, read, w, self.factor)
+        return self.added_normed(x, last.forward(read, w), w, k)
+
+    def added_normed(self, x: Tensor, f: Tensor, w: Weights, k: Kept) -> Tensor:
+        k.last = f
+        normed, k.rstd_out = self.norm_out.forward(f, w)
+        return torch.add(x, normed, alpha=self.factor)
+
+    def output_grad(self, dy: Tensor, w: Weights, k: Kept, grads: Grads) -> Tensor:
+        """That of f."""
+        d = dy if self.factor == 1.0 else dy * self.factor
+        if self.norm_out is not None:
+            d, _ = self.norm_out.backward(d, k.last, k.rstd_out, w, grads)
+            k.last = None
+        return d
+
+    def input_grad(self, first: Linears, d: Tensor, dy: Tensor, x: Tensor, a: Tensor | None, w: Weights, k: Kept,
+                   grads: Grads) -> Tensor:
+        """dx from d, the gradient of what the first products give, and dy, the residual's own. a: norm_in(x), where it
+        is there; else it is made again."""
+        da = first.input_grad(d, w)
+        if self.norm_in is None:
+            dx, a = da.add_(dy), x
+        else:
+            dx, again = self.norm_in.backward(da, x, k.rstd, w, grads, add=dy, rebuild=a is None)
+            a = again if a is None else a
+        first.weight_grads(d, a, w, grads)
+        return dx

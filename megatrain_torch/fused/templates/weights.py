@@ -119,18 +119,15 @@ def glu_grads(dh: Tensor, gu: Tensor, act: int) -> tuple[Tensor, Tensor]:
 # ---- gradients -------------------------------------------------------------------------------------
 
 class Grads(dict[str, Tensor]):
-    """Weight gradients by name; `wants` tells whose are asked for."""
+    """Weight gradients by name; `wanted`: whose are asked for."""
 
     def __init__(self, wanted: Iterable[str]) -> None:
         super().__init__()
-        self._wanted = frozenset(wanted)
-
-    def wants(self, *names: str) -> bool:
-        return not self._wanted.isdisjoint(names)
+        self.wanted = frozenset(wanted)
 
     def put(self, names: tuple[str, ...], rows: tuple[int, ...], joint: Tensor) -> None:
         for name, part in zip(names, joint.split(rows)):
-            if name in self._wanted:
+            if name in self.wanted:
                 self[name] = part
 
     def product(self, names: tuple[str, ...], rows: tuple[int, ...], dy: Tensor, x: Tensor, w: Weights,
@@ -150,7 +147,7 @@ class Sums(Grads):
     comes by its name (of biases, norms) has been rounded tile by tile. `finish` hands them on."""
 
     def __init__(self, grads: Grads) -> None:
-        super().__init__(grads._wanted)
+        super().__init__(grads.wanted)
         self._grads = grads
         self._types: dict[str, torch.dtype] = {}
         self._matrices: dict[tuple[str, ...], tuple[tuple[int, ...], torch.dtype, Tensor]] = {}
@@ -280,23 +277,15 @@ class Pieces(Weights):
 # ---- products of codes -----------------------------------------------------------------------------
 
 class Made:
-    """A matrix of which there are codes alone. Each kind is for one product, which takes it."""
+    """A matrix of which there are codes alone. Each kind is for one product, which takes it: "rows" or "columns"."""
 
     def __init__(self, of: Tensor, rows: ops.Codes | None = None, columns: ops.Codes | None = None,
                  shift: Tensor | None = None) -> None:
         """of: a tensor of its type, and beside it. columns: of rows that may be more, as fp8_cast_t makes them. shift:
         that they were made with, and that the other operand is to be made with."""
         self.shape = torch.Size((of.shape[0], rows.values.shape[1] if rows else columns.values.shape[0]))
-        self.dtype, self.device = of.dtype, of.device
-        self._rows, self._columns, self.shift = rows, columns, shift
-
-    def rows(self) -> ops.Codes:
-        found, self._rows = self._rows, None
-        return found
-
-    def columns(self) -> ops.Codes:
-        found, self._columns = self._columns, None
-        return found
+        self.dtype, self.device, self.shift = of.dtype, of.device, shift
+        self.take = {"rows": rows, "columns": columns}.pop
 
 
 class Coded(Weights):
@@ -322,7 +311,7 @@ class Coded(Weights):
     def __init__(self, w: Weights, wanted: Collection[str] = ()) -> None:
         """wanted: whose gradients a backward wants."""
         self.by_name, self._make, self._joint = w.by_name, w._make, w._joint
-        self._wanted = wanted
+        self._wanted = frozenset(wanted)
         self._rows: dict[tuple[str, ...], ops.Codes] = {}
         self._columns: dict[tuple[str, ...], ops.Codes] = {}
         # Of outputs' gradients one product has been made of: the tensor, and the codes that the other one will want,
@@ -353,7 +342,7 @@ class Coded(Weights):
 
     def gated_grads(self, names: tuple[str, ...], down: tuple[str, ...], dh: Tensor, gu: Tensor, act: int,
                     x: Tensor | None) -> tuple[Tensor | Made, Tensor | Made]:
-        if not all(self._fits(of, gu) and self._wants(of) for of in (names, down)):
+        if not all(self._fits(of, gu) and not self._wanted.isdisjoint(of) for of in (names, down)):
             return super().gated_grads(names, down, dh, gu, act, x)
         made = dh, *gu.chunk(2, 1), act
         rows, columns, of_act, act_rows = ops.fp8_glu_backward(*made)
@@ -399,22 +388,19 @@ class Coded(Weights):
             self._rows[names] = ops.fp8_cast(self.joint(names))
         matrix = self._rows[names]
         y = torch.empty(x.shape[0], matrix.scale.shape[0], dtype=x.dtype, device=x.device)
-        codes = x.rows() if isinstance(x, Made) else ops.fp8_cast(x)
+        codes = x.take("rows") if isinstance(x, Made) else ops.fp8_cast(x)
         ops.fp8_gemm_(y, codes, matrix, bias=bias, base=base, alpha=alpha, fast=True)
         return y
-
-    def _wants(self, names: tuple[str, ...]) -> bool:
-        return any(n in self._wanted for n in names)
 
     def _gradient(self, names: tuple[str, ...], dy: Tensor | Made, by_rows: bool) -> tuple[ops.Codes, Tensor | None]:
         """Codes of dy, and scales of its rows. Where codes are not there yet, those of the other kind are made beside
         them, and kept for the product that wants them."""
         if isinstance(dy, Made):
-            return (dy.rows() if by_rows else dy.columns()), None
+            return dy.take("rows" if by_rows else "columns"), None
         of, are_rows, codes, scales = self._gradients.pop(names, (None, False, None, None))
         if of is dy and are_rows == by_rows:
             return codes, scales
-        if not self._wants(names):
+        if self._wanted.isdisjoint(names):
             codes = ops.fp8_cast(dy)
             return codes, codes.scale
         rows, columns = ops.fp8_cast_both(dy)
@@ -425,7 +411,7 @@ class Coded(Weights):
         """Codes by columns of dy and x, of which rows that are far larger than the rest are balanced."""
         codes, dy_rows = self._gradient(names, dy, False)
         if isinstance(x, Made):                          # gated_grads has balanced both
-            return codes, x.columns()
+            return codes, x.take("columns")
         if isinstance(dy, Made):
             columns = ops.fp8_cast_t(x)
             if dy.shift is not None:
