@@ -348,7 +348,7 @@ def every_choice(p: Problem) -> list[Choice]:
     for row, ring, micro in itertools.product(p.rows, p.rings, p.micro_counts):
         if row.several != (micro > 1):
             continue
-        here, states = row.planes + sum(p.tally.slots(row.homes, ring)), p.visiting(row.homes)
+        here, states = row.planes + sum(p.tally.slots(row.homes, ring)), p.tally.visiting(row.homes)
         fitting += [Choice(micro, row.homes, ring, made.modes(level)) for made in tracks[micro]
                     for level in range(len(made.peaks))
                     if here + made.most(level, states) <= p.machine.vram_bytes

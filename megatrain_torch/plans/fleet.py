@@ -23,7 +23,6 @@ from .shapes import Shape
 
 OF_ONE_MACHINE = ("disk+weights",)      # homes: weights in files are the portions of one machine's ranks
 CUT = ("masters", "moments", "gradients", "sums")       # planes of which each rank has its part; weights are whole
-PER_RANK = ("activations", DISK_BUFFERS)                # of host memory, what each rank has for itself
 ADDED_BYTES = 14                # per parameter in host memory: a further micro-batch's sum
 PAIR_BYTES = 200 << 20          # of a communicator of two ranks, one of each direction between machines: 389 MiB with
                                 # all channels that NCCL opens, of which it is let have 8
@@ -80,7 +79,7 @@ class Fleet:
         planes = dict(planes)
         if "staging" in planes:                         # each rank's part of a sum, in fp32
             planes["staging"] = -(-2 * planes["staging"] // self.machines)
-        return {what: -(-n // self.machines) if what in CUT else n * (self.gpus if what in PER_RANK else 1)
+        return {what: -(-n // self.machines) if what in CUT else n * (self.gpus if what == DISK_BUFFERS else 1)
                 for what, n in planes.items()}
 
     def on_drive(self, planes: int, padding: int) -> tuple[int, int]:

@@ -12,7 +12,6 @@ import functools
 import itertools
 import math
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -26,12 +25,9 @@ from ..store.disk import (
     BAYS,
     BUNDLE_PADDING_BYTES,
     FEED_BYTES,
-    FROZEN,
     MEMORY_BYTES,
-    PADDING,
     POOL,
     SPILLED,
-    unit_file_bytes,
 )
 from ..store.planes import AHEAD, STAY
 from .cost import CACHE_SHARE, OFFLOAD_DEPTH, STAGINGS, Cost, cost_of
@@ -132,7 +128,7 @@ class Problem:
             shape = shape.without_templates()
         self.shape, self.machine, self.wishes, self.most = shape, machine, wishes, most
         self.seen = wishes.fleet.seen(machine)      # as one of its GPUs sees it beside the others
-        self.tally = Tally(shape.units, wishes.grads == "ram", wishes.lent, not wishes.fleet.alone)
+        self.tally = Tally(shape.units, wishes.fleet, wishes.grads == "ram", wishes.lent)
         self.exchange = Exchange(shape, self.seen, wishes.fleet, wishes.delivery)
         self.depth = OFFLOAD_DEPTH if wishes.grads == "ram" else min(OFFLOAD_DEPTH, wishes.lent)
         self.host_rate = self.seen.adam_rate(states=wishes.states)
@@ -143,8 +139,6 @@ class Problem:
             for u in window.units:
                 self.first.setdefault(u, w)
                 self.last[u] = w
-        self.files = {home: [wishes.fleet.on_drive(*unit_file_bytes(unit, home)) for unit in shape.units]
-                      for home in DISKS}
         self._costs: dict[int, list[Cost]] = {}
 
     # ---- what windows cost ----
@@ -180,60 +174,33 @@ class Problem:
 
     def host_bytes(self, homes: Sequence[str], micro: int, modes: Sequence[str] = ()) -> dict[str, int]:
         """By plane, and what is there besides; modes: with the activations of these."""
-        fleet = self.wishes.fleet
         kept = self.memory(micro, modes)[5] if modes else 0
-        return {OVERHEAD: self.seen.host_overhead_bytes, **fleet.on_host(self.tally.host(homes, micro)),
-                **fleet.on_host({"activations": kept})}
+        return {OVERHEAD: self.seen.host_overhead_bytes, **self.tally.host(homes, micro),
+                "activations": kept * self.wishes.fleet.gpus}
 
     def disk_bytes(self, homes: Sequence[str], micro: int, modes: Sequence[str] = ()) -> dict[str, int]:
         """On disk, by plane, and between them; modes: with the activations of these."""
-        spilled = self.memory(micro, modes)[6] if modes else 0
-        total = {SPILLED: spilled * self.wishes.fleet.gpus} if spilled else {}
-        kinds = Counter((self.tally.alike[u], home) for u, home in enumerate(homes) if home in DISKS)
-        for (u, home), count in kinds.items():
-            unit, planes = self.shape.units[u], {}
-            if home == "disk+weights":
-                planes = {"weights": unit.gradients, FROZEN: unit.weights - unit.gradients}
-            planes = {what: self.wishes.fleet.on_drive(n, 0)[0] for what, n in (planes | unit.visiting).items()}
-            for what, n in (planes | {PADDING: self.files[home][u][1]}).items():
-                total[what] = total.get(what, 0) + n * count
-        return total
+        spilled = self.memory(micro, modes)[6] * self.wishes.fleet.gpus if modes else 0
+        return ({SPILLED: spilled} if spilled else {}) | self.tally.disk(homes)
 
     def device_bytes(self, choice: Choice) -> dict[str, int]:
         """On the device by what they hold, at the peak of a step."""
         kept, work, flying, peak, early, *_ = self.memory(choice.micro, choice.modes)
-        at_home = self.planes_at_home(choice.homes, choice.micro)
         table = {"context, libraries": self.machine.vram_overhead_bytes,
-                 "slots": sum(self.tally.slots(choice.homes, choice.ring)),
-                 **{f"at home: {plane}": n for plane, n in at_home.items()},
-                 "updates through the device": THROUGH_BYTES * ("through" in choice.homes),
+                 **self.tally.device(choice.homes, choice.ring, choice.micro),
                  **({"exchange between GPUs": n} if (n := self.exchange.buffers) else {}),
                  "activations": kept, "work": work, "gradients under way": flying,
                  "torch's cache": peak - kept - work - flying,
                  **({"key-value cache": n} if (n := self.cache_bytes(choice.micro)) else {})}
-        if visiting := self.visiting(choice.homes):
+        if visiting := self.tally.visiting(choice.homes):
             table["states that arrive, beyond the peak"] = max(visiting + early - peak, 0)
         return table
-
-    def planes_at_home(self, homes: Sequence[str], micro: int) -> dict[str, int]:
-        """Of units at home in VRAM, by plane; what is there all the time."""
-        return self.wishes.fleet.on_device(self.tally.at_home(homes, micro))
 
     def cache_bytes(self, micro: int) -> int:
         """On the device, of keys and values that a micro-batch's output keeps for as long as it lives."""
         w = self.wishes
         each = sum(window.template.cached for window in self.shape.windows if window.template is not None)
         return w.tokens // micro * each if w.caches and w.fused else 0
-
-    def visiting(self, homes: Sequence[str]) -> int:
-        """Bytes of states that arrive."""
-        return sum(n for n, home in zip(self._states, homes) if home == "arrive")
-
-    @functools.cached_property
-    def _states(self) -> list[int]:
-        """By unit, bytes that arrive for its update."""
-        return [sum(self.wishes.fleet.on_device(u.visiting).values()) * bool(u.trained)
-                for u in self.shape.units]
 
     def memory(self, micro: int, modes: Sequence[str]) -> tuple[int, ...]:
         """Of what windows keep: see mt_memory_of in walk/search.h."""
@@ -261,7 +228,7 @@ class Problem:
                     if "through" in way and not set(DISKS).isdisjoint(placed[k]):
                         continue        # the drive is what a step waits for, and states there are not in memory
                     here = way if way is sent else placed[k]
-                    planes = besides + sum(self.planes_at_home(here, k).values())
+                    planes = besides + sum(self.tally.at_home(here, k).values())
                     room = (self.wishes.nvme or 0) - sum(self.disk_bytes(here, k).values())
                     found.append(Row(here, k > 1, planes + THROUGH_BYTES * ("through" in way),
                                      sum(self.host_bytes(here, k).values()), room // fleet.gpus))
@@ -300,7 +267,7 @@ class Problem:
         if asked.homes or asked.grads == "none" or not self.through_rate or not asked.fleet.alone:
             return frozenset()
         # States that arrive take the same way, and come first.
-        device_s = 2 * self.visiting(homes) / (self.seen.both_gbps * 1e9)
+        device_s = 2 * self.tally.visiting(homes) / (self.seen.both_gbps * 1e9)
         host_s, found = 0.0, []
         for u in away:
             there, here = device_s + units[u].trained / self.through_rate, host_s + units[u].trained / self.host_rate
@@ -322,7 +289,7 @@ class Problem:
             return homes
         memory, order = MEMORY_BYTES * fleet.gpus, self._last_used(homes)
         for u in order:
-            planes, padding = self.files["disk"][u]
+            planes, padding = self.tally.files["disk"][u]
             if over + memory * bool(states) <= 0 or planes + padding > room:
                 break
             if planes:
@@ -334,7 +301,7 @@ class Problem:
             over += 0 if forced else (MEMORY_BYTES + FEED_BYTES) * fleet.gpus
             for u in order:
                 unit = self.shape.units[u]
-                more = sum(self.files["disk+weights"][u]) - (sum(self.files["disk"][u]) if u in states else 0)
+                more = sum(self.tally.files["disk+weights"][u]) - (sum(self.tally.files["disk"][u]) if u in states else 0)
                 if over <= 0 or more > room or (u not in states and unit.trained):
                     break
                 filed.append(u)
@@ -503,7 +470,7 @@ class Problem:
               "add_s": [n / fleet.machines / (m.add_gparams * 1e9) for n in trained], "device_s": device_s,
               **{name: getattr(exchange, name) for name in (
                   "exchange_s", "network_s", "lost_s", "gather_s", "held_s", "spread_s")}}
-        whole = {"weights": [u.crossing for u in units], "bytes": [u.weights for u in units], "states": self._states,
+        whole = {"weights": [u.crossing for u in units], "bytes": [u.weights for u in units], "states": self.tally.states,
                  "gradients": exchange.home.tolist(), "lowered": exchange.lowered.tolist(),
                  "raised": exchange.raised.tolist()}
         pieces = any(u.fetched for u in units)

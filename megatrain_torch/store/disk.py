@@ -78,8 +78,7 @@ def buffer_bytes(homes: Iterable[str]) -> int:
 
 def file_bytes(asked: Asked) -> int:
     """What is at home on disk takes there, at most; of a machine's drive, all that its processes have."""
-    return sum(sum(asked.fleet.on_drive(*unit_file_bytes(unit, home)))
-               for unit, home in zip(asked.units(), asked.homes) if home in DISKS)
+    return sum(asked.tally().disk(asked.homes).values())
 
 
 def check_room(asked: Asked, disk: Disk | None, spills: bool = False, spilled: int = 0) -> None:
