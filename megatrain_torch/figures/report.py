@@ -1,11 +1,10 @@
 """Reports of steps: what each resource did, and which of them bound the step."""
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .tables import as_html, as_text
+from .tables import Shown, Table, as_text
 from .timeline import LANES, WAITS, Slice, between, busy_seconds
 
 OWN = "host"                     # what compute waits for when it waits for no copy and no update: the host's own work
@@ -23,7 +22,7 @@ _CALLED = {"compute": "compute", "h2d": "copies to the device", "d2h": "copies t
 
 
 @dataclass(frozen=True)
-class StepReport:
+class StepReport(Shown):
     """One step, measured; or, without mt.trace, what was counted since the report before.
 
     A step goes from one step of the optimizer to its next, as compute comes by them; without an optimizer from one
@@ -94,39 +93,35 @@ class StepReport:
         return text
 
     def __str__(self) -> str:
-        rows = [(lane, f"{busy:.3g}", f"{share:.0%}", "█" * round(share * _BAR), moved, least)
-                for lane, busy, share, moved, least in self._rows()]
-        head = ("", "busy s", "", " " * _BAR, "GB", "at least s")
-        lines = [self.why] + [as_text(("", [head, *rows]), right=(1, 2, 4, 5))] * bool(rows)
+        lines = [self.why, *(as_text(table, right=(1, 2, 4, 5)) for table in self._tables())]
         if self.idle:
             parts = ", ".join(f"{v:.3g} s for {_CALLED[k]}"
                               for k, v in sorted(self.idle.items(), key=lambda item: -item[1]))
             lines.append(f"compute idle: {parts}; {self.between_steps:.3g} s of it between steps")
-        if self.disk_read_bytes or self.disk_written_bytes:
-            lines.append(f"disk: {self.disk_read_bytes / 1e9:.3g} GB read, "
-                         f"{self.disk_written_bytes / 1e9:.3g} GB written")
-        if self.spill_written_bytes:
-            lines.append(f"activations on disk: {self.spill_read_bytes / 1e9:.3g} GB read, "
-                         f"{self.spill_written_bytes / 1e9:.3g} GB written")
+        for what, read, written in (("disk", self.disk_read_bytes, self.disk_written_bytes),
+                                    ("activations on disk", self.spill_read_bytes, self.spill_written_bytes)):
+            if read or written:
+                lines.append(f"{what}: {read / 1e9:.3g} GB read, {written / 1e9:.3g} GB written")
         lines.append(f"fetches {self.fetches}, on demand {self.demand_fetches}; waited for copies to be queued "
                      f"{self.await_seconds:.3g} s; host store {self.host_bytes / 1e9:.3g} GB")
         return "\n".join(lines)
 
-    def _repr_html_(self) -> str:
-        rows = [(lane, f"{busy:.3g} s", f"{share:.0%}", [(share * 160, "#4878a8", "", "")],
-                 f"{moved} GB" * bool(moved), least) for lane, busy, share, moved, least in self._rows()]
-        head = ("", "busy", "", "", "moved", "at least, s")
-        return f"<p>{html.escape(self.why)}</p>{as_html('', [head, *rows])}"
+    def _head(self) -> str:
+        return self.why
 
-    def _rows(self) -> list[tuple[str, float, float, str, str]]:
-        """(lane, busy seconds, share of the step, GB moved, least seconds) of every lane that did something."""
+    def _tables(self) -> list[Table]:
+        """Every lane that did something: busy seconds, share of the step, GB moved, least seconds."""
         moved = {"h2d": self.h2d_bytes, "d2h": self.d2h_bytes, "swap out": self.out_bytes, "swap back": self.back_bytes,
                  "disk": self.disk_read_bytes + self.disk_written_bytes,
                  "swap disk": self.spill_read_bytes + self.spill_written_bytes}
-        return [(LANES[lane], busy, busy / self.seconds if self.seconds > 0 else 0.0,
-                 f"{moved[lane] / 1e9:.3g}" if lane in moved else "",
-                 f"{self.least[lane]:.3g}" if lane in self.least else "")
-                for lane, busy in self.busy.items() if busy > 0]
+        rows: list[tuple[str, ...]] = [("", "busy s", "", " " * _BAR, "GB", "at least s")]
+        for lane, busy in self.busy.items():
+            if busy > 0:
+                share = busy / self.seconds if self.seconds > 0 else 0.0
+                rows.append((LANES[lane], f"{busy:.3g}", f"{share:.0%}", "█" * round(share * _BAR),
+                             f"{moved[lane] / 1e9:.3g}" if lane in moved else "",
+                             f"{self.least[lane]:.3g}" if lane in self.least else ""))
+        return [("", rows)] if len(rows) > 1 else []
 
 
 # ---- from slices -------------------------------------------------------------------------------

@@ -31,20 +31,25 @@ def bytes_table(title: str, parts: dict[str, int], most: int, note: str = "") ->
                 ("in all", show_bytes(total), f"of {show_bytes(most)}" + (note or f", {total / most:.0%}"))]
 
 
-def as_html(title: str, rows: Sequence[Sequence[str | list[tuple]]], head: bool = True) -> str:
-    """A table for a notebook, of texts and of boxes (pixels, colour, word, tooltip). head: the first row is one."""
-    def cell(found: str | list[tuple]) -> str:
-        if isinstance(found, str):
-            return html.escape(found)
-        boxes = "".join(f"<div title='{html.escape(about)}' style='display:inline-block;overflow:hidden;height:1.3em;"
-                        f"vertical-align:top;color:white;background:{paint};width:{pixels:.0f}px'>"
-                        f"{html.escape(word)}</div>" for pixels, paint, word, about in found)
-        return f"<div style='white-space:nowrap'>{boxes}</div>"
+class Shown:
+    """What prints as lines and tables, and shows itself so in a notebook."""
 
-    kinds = ("th" if head and i == 0 else "td" for i in range(len(rows)))
-    lines = ("".join(f"<{kind}>{cell(c)}</{kind}>" for c in row) for kind, row in zip(kinds, rows))
-    caption = f"<caption>{html.escape(title)}</caption>" if title else ""
-    return f"<table>{caption}{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+    def _head(self) -> str:
+        raise NotImplementedError
+
+    def _tables(self) -> list[Table]:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n\n".join([self._head(), *map(as_text, self._tables())])
+
+    def _repr_html_(self) -> str:
+        parts = [f"<p>{html.escape(line)}</p>" for line in self._head().splitlines()]
+        for title, rows in self._tables():
+            lines = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
+            caption = f"<caption>{html.escape(title)}</caption>" if title else ""
+            parts.append(f"<table>{caption}{''.join(f'<tr>{line}</tr>' for line in lines)}</table>")
+        return "".join(parts)
 
 
 # ---- kinds of memory -----------------------------------------------------------------------------
@@ -53,25 +58,7 @@ def as_html(title: str, rows: Sequence[Sequence[str | list[tuple]]], head: bool 
 _PLANES = {"weights": "#4c72b0", "slots": "#8fa8cf", "gradients": "#c44e52", "masters": "#55a868", "moments": "#8dc891",
           "sums": "#dd8452", "activations": "#8172b3", "work": "#b3a8d1", "staging": "#937860"}
 _OTHER = "#9a9a9a"
-_BAR_PIXELS = 420                            # of a bar in HTML
 _LEAST_SHARE = 0.06                          # of a bar: narrower pieces have no words in them
-
-
-def _plane(what: str) -> tuple[str, str]:
-    """(plane, colour) of a label such as "at home: moments"."""
-    label = what.removeprefix("at home: ")
-    return next(((name, c) for name, c in _PLANES.items() if label.startswith(name)), ("other", _OTHER))
-
-
-def tiers_as_html(tiers: list[Tier]) -> str:
-    """A row for each kind of memory, its contents beside one another as shares of them all."""
-    rows = []
-    for title, parts, most in tiers:
-        total = sum(parts.values())
-        bars = [(_BAR_PIXELS * n / total, _plane(what)[1], what, f"{what}: {show_bytes(n)}")
-                for what, n in parts.items() if n]
-        rows.append((title, show_bytes(total), f"of {show_bytes(most)}", bars))
-    return as_html("", rows, head=False)
 
 
 def draw_tiers(path: str | Path, title: str, tiers: list[Tier]) -> None:
@@ -82,7 +69,8 @@ def draw_tiers(path: str | Path, title: str, tiers: list[Tier]) -> None:
         for row, (_, parts, most) in enumerate(tiers):
             at = 0.0
             for what, n in parts.items():
-                share, (plane, colour) = n / most, _plane(what)
+                plane = next((p for p in _PLANES if what.removeprefix("at home: ").startswith(p)), "other")
+                share, colour = n / most, _PLANES.get(plane, _OTHER)
                 shown |= {plane} if n else set()
                 axes.barh(row, share, left=at, height=0.7, color=colour, edgecolor="white", linewidth=0.6)
                 if share > _LEAST_SHARE:

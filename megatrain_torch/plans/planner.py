@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import html
 import itertools
 import math
 import re
@@ -35,7 +34,7 @@ from ..base.modes import (
     check_states,
     read,
 )
-from ..figures.tables import Table, Tier, as_html, as_text, bytes_table, draw_tiers, tiers_as_html
+from ..figures.tables import Shown, Table, Tier, bytes_table, draw_tiers
 from ..figures.timeline import LANES
 from ..store.disk import FROZEN, PADDING, SPILLED, YEAR_S, Disk
 from .changes import refusal
@@ -47,7 +46,7 @@ from .tally import LENT
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Shown):
     """A choice for each unit and window, and what it is predicted to take. `mt.stream(model, plan=...)` does it.
 
     Attributes:
@@ -170,14 +169,13 @@ class Plan:
         Raises:
             MegatrainError: matplotlib is not installed.
         """
-        draw_tiers(path, _headline(self), self.tiers)
+        draw_tiers(path, self._head(), self.tiers)
 
-    def __str__(self) -> str:
-        return "\n\n".join([_headline(self), *map(as_text, _tables(self))])
+    def _head(self) -> str:
+        return _headline(self)
 
-    def _repr_html_(self) -> str:
-        head = "".join(f"<p>{html.escape(line)}</p>" for line in _headline(self).splitlines())
-        return head + tiers_as_html(self.tiers) + "".join(as_html(*t) for t in _tables(self))
+    def _tables(self) -> list[Table]:
+        return _tables(self)
 
 
 def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = None, vram: int | str | None = None,

@@ -287,9 +287,9 @@ class Problem:
         over = 1 if forced else sum(self.host_bytes(homes, micro).values()) - self.seen.host_bytes
         if over <= 0:
             return homes
-        memory, order = MEMORY_BYTES * fleet.gpus, self._last_used(homes)
+        memory, order, files = MEMORY_BYTES * fleet.gpus, self._last_used(homes), self.tally.files
         for u in order:
-            planes, padding = self.tally.files["disk"][u]
+            planes, padding = files["disk"][u]
             if over + memory * bool(states) <= 0 or planes + padding > room:
                 break
             if planes:
@@ -301,7 +301,7 @@ class Problem:
             over += 0 if forced else (MEMORY_BYTES + FEED_BYTES) * fleet.gpus
             for u in order:
                 unit = self.shape.units[u]
-                more = sum(self.tally.files["disk+weights"][u]) - (sum(self.tally.files["disk"][u]) if u in states else 0)
+                more = sum(files["disk+weights"][u]) - (sum(files["disk"][u]) if u in states else 0)
                 if over <= 0 or more > room or (u not in states and unit.trained):
                     break
                 filed.append(u)
@@ -470,8 +470,8 @@ class Problem:
               "add_s": [n / fleet.machines / (m.add_gparams * 1e9) for n in trained], "device_s": device_s,
               **{name: getattr(exchange, name) for name in (
                   "exchange_s", "network_s", "lost_s", "gather_s", "held_s", "spread_s")}}
-        whole = {"weights": [u.crossing for u in units], "bytes": [u.weights for u in units], "states": self.tally.states,
-                 "gradients": exchange.home.tolist(), "lowered": exchange.lowered.tolist(),
+        whole = {"weights": [u.crossing for u in units], "bytes": [u.weights for u in units],
+                 "states": self.tally.states, "gradients": exchange.home.tolist(), "lowered": exchange.lowered.tolist(),
                  "raised": exchange.raised.tolist()}
         pieces = any(u.fetched for u in units)
         return {**{name: array("d", found) for name, found in of.items()},
