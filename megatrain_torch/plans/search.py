@@ -21,14 +21,7 @@ from .. import _core
 from ..base.modes import DISK, DISKS, HOMES, KEEPS, LINKED, MODES, moved_bytes, read
 from ..figures.report import OWN
 from ..figures.timeline import LANES, WAITS
-from ..store.disk import (
-    BAYS,
-    BUNDLE_PADDING_BYTES,
-    FEED_BYTES,
-    MEMORY_BYTES,
-    POOL,
-    SPILLED,
-)
+from ..store.disk import BAYS, BUNDLE_PADDING_BYTES, FEED_BYTES, MEMORY_BYTES, POOL, SPILLED
 from ..store.planes import AHEAD, STAY
 from .cost import CACHE_SHARE, OFFLOAD_DEPTH, STAGINGS, Cost, cost_of
 from .fleet import ALONE, Exchange, Fleet
