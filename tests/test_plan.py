@@ -588,7 +588,7 @@ def test_doctor_measures_and_plans_use_it(command: Callable, monkeypatch: pytest
     assert status == 0 and "AdamW" in out and f"{kept.h2d_gbps:.4g}" in out
     assert kept.device == "cpu" and kept.versions["torch"] == torch.__version__
     assert all(rate > 0 for *_, rate in (*kept.gemm, *kept.attention, *kept.adam_gparams))
-    assert kept.vram_bytes + kept.host_bytes <= machine_module.host_limit_bytes()
+    assert kept.vram_bytes + kept.host_bytes <= machine_module.host_limits().in_all
     plan = mt.plan(small(1, vocab_size=512), tokens=256, seq=64, machine="cpu")
     assert plan.machine.source == "measured by megatrain doctor" and plan.compute == "eager"
 

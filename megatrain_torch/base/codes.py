@@ -146,24 +146,6 @@ class Strand(nn.Parameter):
     stands: tuple[str, int] = ("", 0)   # name, and for how many numbers, where 16-bit weights are made of it
 
 
-class Stands:
-    """A weight of codes, by the form of what it stands for: [shape], 16 bits."""
-
-    requires_grad, dtype = False, torch.bfloat16
-
-    def __init__(self, p: nn.Parameter) -> None:
-        self.shape = FORMATS[plain_name(p)].shape(p)
-
-    def dim(self) -> int:
-        return len(self.shape)
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    def is_floating_point(self) -> bool:
-        return True
-
-
 def owner_of(p: nn.Parameter) -> nn.Parameter:
     """The parameter that a strand is of; others are their own."""
     return p.of[0] if type(p) is Strand else p

@@ -37,7 +37,7 @@ from ..figures.tables import as_text
 from ..fused.templates.attention import Attention
 from .cards import MEASURED
 from .fleet import ADDED_BYTES, host_rate
-from .machine import RATES, Machine, describe, host_limit_bytes, store_path
+from .machine import RATES, Machine, describe, store_path
 
 MIB = 2**20
 ISAS = _core.build_info()["isas"]           # by number, as adam_step takes them: each needs those before it
@@ -296,7 +296,7 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
     """This machine. Of the CPU device with toy sizes, in a second or two. say: is told what is measured next. disk: a
     directory on the drive that states may go to; None: a drive is described, not measured."""
     cuda = device.type == "cuda"
-    sizes, cpus, host = CUDA if cuda else CPU, _core.build_info()["cpus"], host_limit_bytes()
+    sizes, cpus, host = CUDA if cuda else CPU, _core.build_info()["cpus"], host_limits().in_all
     if cuda:
         synchronize(device)
         torch.cuda.empty_cache()

@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 
 from .. import _core
 from ..base.modes import DISK, DISKS, HOMES, KEEPS, LINKED, MODES, moved_bytes, read
-from ..figures.report import OWN
-from ..figures.timeline import LANES, WAITS
+from ..figures.report import LANES, OWN, WAITS
 from ..store.disk import BAYS, BUNDLE_PADDING_BYTES, FEED_BYTES, MEMORY_BYTES, POOL, SPILLED
 from ..store.planes import AHEAD, STAY
 from .cost import CACHE_SHARE, OFFLOAD_DEPTH, STAGINGS, Cost, cost_of
-from .fleet import ALONE, Exchange, Fleet
+from .fleet import ADDED_BYTES, ALONE, Exchange, Fleet, host_rate
 from .machine import Machine
 from .shapes import Shape
 from .tally import LENT, SETTLED, THROUGH_BYTES, Tally
@@ -117,12 +116,17 @@ class Problem:
     """A model on a machine for given tokens. most: choices that are walked."""
 
     def __init__(self, shape: Shape, machine: Machine, wishes: Wishes, most: int = MOST_SIMULATIONS) -> None:
-        if not wishes.fused and any(u.fetched for u in shape.units):
-            shape = shape.without_templates()
         self.shape, self.machine, self.wishes, self.most = shape, machine, wishes, most
         self.seen = wishes.fleet.seen(machine)      # as one of its GPUs sees it beside the others
         self.tally = Tally(shape.units, wishes.fleet, wishes.grads == "ram", wishes.lent)
-        self.exchange = Exchange(shape, self.seen, wishes.fleet, wishes.delivery)
+        # Bytes of a fetch: pieces of experts come for a forward, its repetition, and gradients; a template has the last
+        # two at once.
+        own = {u for w in shape.windows if w.template is None for u in w.units}
+        self.crossing = [u.weights + (sum(u.fetched[:1]) if wishes.fused and i not in own else sum(u.fetched[1:]) // 2)
+                         for i, u in enumerate(shape.units)]
+        self.exchange = Exchange(shape.units, self.crossing, self.seen, wishes.fleet, wishes.delivery)
+        # Bytes/s of the host's memory for one GPU's copies; 0: it has enough.
+        self.memory_rate = 0.0 if wishes.fleet.alone else host_rate(self.seen) / wishes.fleet.gpus
         self.depth = OFFLOAD_DEPTH if wishes.grads == "ram" else min(OFFLOAD_DEPTH, wishes.lent)
         self.host_rate = self.seen.adam_rate(states=wishes.states)
         self.through_rate = self.seen.through_rate(wishes.states, alone=wishes.homes == "through")
@@ -208,8 +212,6 @@ class Problem:
         classes = [some for some in (1, 2) if any(min(k, 2) == some for k in self.micro_counts)]
         besides = self.machine.vram_overhead_bytes + self.exchange.buffers
         for homes in self._homes():
-            if not fleet.offers(*set(homes)):
-                continue
             placed = {k: self._with_disk(homes, k) for k in classes}
             through = [] if isinstance(asked, dict) else self._through(homes)
             sent = tuple("through" if u in through else home for u, home in enumerate(homes)) if through else None
@@ -290,7 +292,7 @@ class Problem:
                 room -= planes + padding
                 over -= planes * (not forced)
         enough = not forced and over + memory * bool(states) <= 0
-        if not (w.homes == "disk" or enough) and fleet.offers("disk+weights"):
+        if not (w.homes == "disk" or enough) and fleet.machines == 1:
             over += 0 if forced else (MEMORY_BYTES + FEED_BYTES) * fleet.gpus
             for u in order:
                 unit = self.shape.units[u]
@@ -312,7 +314,11 @@ class Problem:
         them. Where updates follow gradients that are kept nowhere, any first few are spread over the model (van der
         Corput's sequence): the drive has the time between them, and a backward waits for each."""
         order = [u for u in reversed(self.first) if homes[u] == "ram"]
-        return order if self.wishes.grads == "ram" else [order[at] for at in _spread(len(order))]
+        if self.wishes.grads == "ram":
+            return order
+        bits = len(order).bit_length()
+        spread = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits))
+        return [order[at] for at in spread if at < len(order)]
 
     @functools.cached_property
     def rings(self) -> list[int]:
@@ -420,8 +426,9 @@ class Problem:
         if fleet.alone:
             return 0.0
         trained = sum(float(u.trained) for u, home in zip(self.shape.units, homes) if home not in SETTLED)
-        through = micro * self.exchange.link_bytes / fleet.memory(self.seen)
-        return through + fleet.memory_s(self.seen, self.wishes.states, trained, micro)
+        updated, added = moved_bytes(self.wishes.states), (micro - 1) * trained / fleet.machines * ADDED_BYTES
+        return micro * self.exchange.link_bytes / self.memory_rate \
+            + (trained / fleet.machines * updated + added) / host_rate(self.seen)
 
     # ---- as arrays ----
 
@@ -463,17 +470,17 @@ class Problem:
               "add_s": [n / fleet.machines / (m.add_gparams * 1e9) for n in trained], "device_s": device_s,
               **{name: getattr(exchange, name) for name in (
                   "exchange_s", "network_s", "lost_s", "gather_s", "held_s", "spread_s")}}
-        whole = {"weights": [u.crossing for u in units], "bytes": [u.weights for u in units],
+        whole = {"weights": self.crossing, "bytes": [u.weights for u in units],
                  "states": self.tally.states, "gradients": exchange.home.tolist(), "lowered": exchange.lowered.tolist(),
                  "raised": exchange.raised.tolist()}
         pieces = any(u.fetched for u in units)
         return {**{name: array("d", found) for name, found in of.items()},
                 **{name: array("q", found) for name, found in whole.items()},
                 "pieces": _lists(u.fetched for u in units), "whole": pieces,
-                "spared": sum(_core.plan_slots([u.crossing for u in units], 2)) if pieces else 0,
+                "spared": sum(_core.plan_slots(self.crossing, 2)) if pieces else 0,
                 "parts": exchange.parts, "peers": exchange.peers, "on_link": exchange.on_link,
                 "h2d": m.h2d_gbps * 1e9, "d2h": m.d2h_gbps * 1e9, "both": m.both_gbps * 1e9, "busy": m.busy_gbps * 1e9,
-                "write": m.disk_write_gbps * 1e9, "read": m.disk_read_gbps * 1e9, "memory": fleet.memory(m),
+                "write": m.disk_write_gbps * 1e9, "read": m.disk_read_gbps * 1e9, "memory": self.memory_rate,
                 "shown": SHOWN_MICRO, "depth": self.depth, "stagings": STAGINGS, "bays": BAYS, "ahead": AHEAD,
                 "stay": STAY, "rest_s": NORM_S, "early": EARLY, "padding": BUNDLE_PADDING_BYTES,
                 "lends": w.lent, "keeps": w.grads == "ram", "most_vram": self.machine.vram_bytes,
@@ -550,10 +557,3 @@ def _pairs(able: Sequence[bool]) -> list[int]:
         if able[w] and able[w + 1] and w - 1 not in found:
             found.append(w)
     return found
-
-
-@functools.cache
-def _spread(n: int) -> tuple[int, ...]:
-    """Numbers below n in van der Corput's order."""
-    bits = n.bit_length()
-    return tuple(place for i in range(1 << bits) if (place := int(f"{i:0{bits}b}"[::-1], 2)) < n)

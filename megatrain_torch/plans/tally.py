@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -151,6 +152,9 @@ class Asked:
         return self.known[key]
 
     def _key(self) -> tuple[Any, ...]:
+        for p in (p for _, own in self.groups for _, p in own if isinstance(getattr(p, "live", None), weakref.ref)):
+            with torch._C.DisableTorchFunctionSubclass():
+                p.requires_grad_((live := p.live()) is not None and live.requires_grad)
         return self.dtype, self.states, self.experts, *(p.requires_grad for _, own in self.groups for _, p in own)
 
     def on_disk(self) -> bool:
