@@ -74,16 +74,16 @@ class Format:
                                  "configs stream (Int8WeightOnlyConfig, Float8WeightOnlyConfig)")
         return {name: getattr(p, name) for name in p.__tensor_flatten__()[0]}
 
-    def again(self, p: Any, strands: Strands) -> Tensor:
-        """The parameter over other strands of these forms."""
+    def whole(self, p: Any, strands: Strands) -> Tensor:
+        """What the package's code computes with, over other strands of these forms."""
         _, said = p.__tensor_flatten__()
         out = plain_kind(p).__tensor_unflatten__(strands, said, p.size(), p.stride())
         out._is_param = True
         return out
 
-    def whole(self, p: Any, strands: Strands) -> Tensor:
-        """What the package's code computes with, over other strands."""
-        return self.again(p, strands)
+    def again(self, p: Any, strands: Strands) -> Tensor:
+        """The parameter over them, where `whole` gives another."""
+        return self.whole(p, strands)
 
     def put(self, p: Any, m: Any, strands: Strands) -> None:
         """Parameter and module have these from now on."""
@@ -104,7 +104,7 @@ class Format:
 
     def reloads(self, p: Any) -> bool:
         """Does from_pretrained find it by these names?"""
-        return False
+        return not self.saves
 
     def coding(self, p: Any) -> Coding | None:
         """How our own op makes the weight; None: it cannot."""
@@ -219,18 +219,8 @@ def _bare(p: nn.Parameter, codes: Tensor) -> Any:
     return out
 
 
-class _Bitsandbytes(Format):
-    saves = False
-
-    def again(self, p: Any, strands: Strands) -> Tensor:
-        return self.whole(p, strands)
-
-    def reloads(self, p: Any) -> bool:
-        return True
-
-
-class _FourBits(_Bitsandbytes):
-    name, linear = "bitsandbytes 4 bits", "Linear4bit"
+class _FourBits(Format):
+    name, linear, saves = "bitsandbytes 4 bits", "Linear4bit", False
     keeps = (Keeps(_BNB, "MatMul4Bit", "QuantState"),)
 
     def strands(self, p: Any, m: Any) -> Strands:
@@ -286,8 +276,8 @@ class _FourBits(_Bitsandbytes):
             whole.data.as_subclass(Tensor), whole.quant_state)
 
 
-class _EightBits(_Bitsandbytes):
-    name, linear = "bitsandbytes LLM.int8", "Linear8bitLt"
+class _EightBits(Format):
+    name, linear, saves = "bitsandbytes LLM.int8", "Linear8bitLt", False
     keeps = (Keeps(_BNB, "MatMul8bitLt", "MatmulLtState", (("tensors", (None, None, None)),), ("CB", "SCB")),
              Keeps(_BNB, "MatMul8bitFp", "MatmulLtState", (("A", None),), ("CB", "SCB")))
 
@@ -334,6 +324,9 @@ class _Ours(Format):
 
     def whole(self, p: Any, strands: Strands) -> Tensor:
         return p.over(*strands.values()).expand_codes()
+
+    def again(self, p: Any, strands: Strands) -> Tensor:
+        return super().whole(p, strands)
 
     def label(self, p: Any, name: str, strand: str) -> str:
         return name + self._ends[p.form][strand == "scales"]

@@ -219,11 +219,9 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
             table of what needs least and the fastest changes with which it fits; of the exception, `changes` has the
             arguments that would do, each alone, and `ways` those that would together, the fastest first.
     """
-    check_count(gpus, "gpus")
-    check_count(machines, "machines")
     disk, fleet = Disk.parse(nvme, somewhere=True), Fleet(gpus, machines)
-    _check_words(tokens, seq, micro, slots, disk is None, compute=compute, homes=homes, activations=activations,
-                 grads=grads)
+    _check_words(tokens, seq, micro, slots, gpus, machines, disk is None, compute=compute, homes=homes,
+                 activations=activations, grads=grads)
     wishes = Wishes(tokens, seq, compute != "eager", homes, activations, slots, micro,
                     None if disk is None else disk.room(), grads, states=check_states(states), fleet=fleet,
                     delivery=check_delivery(fleet, delivery), caches=use_cache)
@@ -242,13 +240,15 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
                  assumed=not isinstance(model, nn.Module))
 
 
-def _check_words(tokens: int, seq: int, micro: int | None, slots: int | None, memory: bool, **words: Any) -> None:
+def _check_words(tokens: int, seq: int, micro: int | None, slots: int | None, gpus: int, machines: int, memory: bool,
+                 **words: Any) -> None:
     """Raises MegatrainError where numbers, or words of plan's arguments, are none that it takes. memory: no disk."""
     for name, known in (("homes", DISKS), ("activations", DISK)):
         if memory and isinstance(words[name], str) and words[name] in known:
             raise MegatrainError(f"{name}={words[name]!r}: give the directory, nvme='/path'")
-    for name, value, least in (("tokens", tokens, 1), ("seq", seq, 1), ("micro", micro, 1), ("slots", slots, 2)):
-        if value is not None or name in ("tokens", "seq"):
+    for name, value, least in (("gpus", gpus, 1), ("machines", machines, 1), ("tokens", tokens, 1), ("seq", seq, 1),
+                               ("micro", micro, 1), ("slots", slots, 2)):
+        if value is not None or name not in ("micro", "slots"):
             check_count(value, name, least)
     if tokens % seq:
         raise MegatrainError(f"tokens={tokens}, seq={seq}: a step is a whole number of sequences; "

@@ -18,7 +18,7 @@ import torch
 from .. import _core
 from ..base.modes import DISKS
 from ..base.units import ALIGN, Group
-from ..store.disk import DISK_BUFFERS, FROZEN, PADDING, buffer_bytes, unit_file_bytes
+from ..store.disk import BUFFER_BYTES, DISK_BUFFERS, FROZEN, PADDING, PADDING_BYTES, buffer_bytes
 from .cost import STAGINGS
 from .fleet import ALONE, Fleet
 from .shapes import Unit, unit_bytes
@@ -45,7 +45,7 @@ class Tally:
         self._known: dict[tuple[int, str, bool, bool], tuple[dict[str, int], dict[str, int]]] = {}
         # By unit: of states that arrive for its update; (planes, at most between them) of a machine's drive, by home.
         self.states = [sum(fleet.on_device(u.visiting).values()) * bool(u.trained) for u in units]
-        self.files = {home: [fleet.on_drive(*unit_file_bytes(unit, home)) for unit in units] for home in DISKS}
+        self.files = {home: [self._file(unit, home == "disk+weights") for unit in units] for home in DISKS}
 
     def host(self, homes: Sequence[str], micro: int, copied: bool = False) -> dict[str, int]:
         """In host memory, by plane and beside planes. copied: with copies of what lives on the device."""
@@ -58,6 +58,11 @@ class Tally:
             total["staging"] = STAGINGS * max(
                 [self.units[u].gradients for u, home in set(zip(self.alike, homes)) if home not in SETTLED], default=0)
         return self.fleet.on_host(total)
+
+    def _file(self, unit: Unit, weights: bool) -> tuple[int, int]:
+        """Planes begin at whole blocks of it."""
+        planes = unit.masters + unit.moments + unit.weights * weights
+        return self.fleet.on_drive(planes, (unit.count + planes // BUFFER_BYTES + 1) * PADDING_BYTES * bool(planes))
 
     def disk(self, homes: Sequence[str]) -> dict[str, int]:
         """On disk, by plane, and between them."""
