@@ -31,13 +31,7 @@ def bytes_table(title: str, parts: dict[str, int], most: int, note: str = "") ->
 
 
 class Shown:
-    """What prints as lines and tables, and shows itself so in a notebook."""
-
-    def _head(self) -> str:
-        raise NotImplementedError
-
-    def _tables(self) -> list[Table]:
-        raise NotImplementedError
+    """What prints as lines, its `_head()`, and as tables, its `_tables()`; and shows itself so in a notebook."""
 
     def __str__(self) -> str:
         return "\n\n".join([self._head(), *map(as_text, self._tables())])

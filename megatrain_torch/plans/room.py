@@ -274,7 +274,8 @@ def _saved(core: _core.Engine, held: list[tuple[int, int]], blocks: int) -> dict
 
 def _form(p: torch.Tensor, live: weakref.ref[torch.Tensor] | None = None) -> Any:
     """A parameter's form, for unit_bytes. live: the parameter, which may be frozen later; None: it is frozen."""
-    form: Any = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
+    with torch.inference_mode(False):        # its requires_grad follows the parameter's, see Asked
+        form: Any = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
     form.stands, form.live = getattr(p, "stands", None), live
     return form
 
