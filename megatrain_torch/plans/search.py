@@ -279,12 +279,14 @@ class Problem:
         if w.nvme is None or w.homes == "through" or isinstance(w.homes, dict):
             return homes
         forced, room, states, filed = w.homes in DISKS, w.nvme, [], []
+        # Bytes that host memory lacks; of what is asked to be on disk, anything.
         over = 1 if forced else sum(self.host_bytes(homes, micro).values()) - self.seen.host_bytes
         if over <= 0:
             return homes
         memory, order, files = MEMORY_BYTES * fleet.gpus, self._last_used(homes), self.tally.files
         for u in order:
             planes, padding = files["disk"][u]
+            # Buffers of the disk take host memory as soon as one unit is there.
             if over + memory * bool(states) <= 0 or planes + padding > room:
                 break
             if planes:

@@ -157,6 +157,7 @@ class Asked:
         return self.known[key]
 
     def _key(self) -> tuple[Any, ...]:
+        # A form (room.py) stands for a parameter that may have been frozen since, or thawed.
         for p in (p for _, own in self.groups for _, p in own if isinstance(getattr(p, "live", None), weakref.ref)):
             with torch._C.DisableTorchFunctionSubclass():
                 p.requires_grad_((live := p.live()) is not None and live.requires_grad)
