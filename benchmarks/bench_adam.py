@@ -63,7 +63,9 @@ def ours(args: argparse.Namespace) -> tuple[float, list[float], list[float]]:
         if i >= 0:
             step_s.append(a)
             loop_s.append(b)
-    return update.bytes_per_parameter(), step_s, loop_s
+    planes = (update.hi, update.lo, update.master, update.m, update.v, update.scale)
+    moved = 2 * sum(p.nbytes for p in planes if p is not None) / update.n + update.grad.element_size()
+    return moved, step_s, loop_s
 
 
 def torchs(args: argparse.Namespace) -> list[float]:

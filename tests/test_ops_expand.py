@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain_torch import ops
-from megatrain_torch.base import codes as coded
 from megatrain_torch.base.codes import Coded
 
 NF4 = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -21,6 +20,7 @@ NF4 = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.
        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0]
 FP4 = [s * v + 0.0 for s in (1, -1) for v in (0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5,
                                         0.1666666716337204, 0.25)]
+E2M1 = [s * v for s in (1, -1) for v in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 
 
 
@@ -97,7 +97,10 @@ def test_block_fp8_is_transformers(device: str, dtype: torch.dtype, shape: tuple
     blocks = [n // 128 if n % 128 == 0 else 1 for n in shape[-2:]]
     codes = (torch.randn(shape, generator=rng()) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
     scales = torch.rand(*shape[:-2], *blocks, generator=rng(1)) * 1e-3
-    wanted = Coded(codes, scales, "fp8", dtype).expand_codes()
+    n, k = (whole // some for whole, some in zip(shape[-2:], blocks))
+    wide = scales.repeat_interleave(n, -2).repeat_interleave(k, -1)        # Fp8Dequantize
+    wanted = (codes.float() * wide).to(dtype)
+    same(Coded(codes, scales, "fp8", dtype).expand_codes(), wanted)
     same(expanded(device, shape, dtype, "fp8", codes, scales), wanted)
 
 
@@ -108,7 +111,9 @@ def test_mxfp4_is_transformers(device: str, dtype: torch.dtype, shape: tuple[int
     e, n, groups = shape
     codes = torch.randint(0, 256, (e, n, groups, 16), generator=rng(), dtype=torch.uint8)
     scales = torch.randint(1, 252, (e, n, groups), generator=rng(1), dtype=torch.uint8)
-    wanted = Coded(codes, scales, "mxfp4", dtype).expand_codes()
+    numbers = torch.tensor(E2M1, dtype=dtype)[torch.stack([codes & 15, codes >> 4], -1).long()].flatten(-2)
+    wanted = torch.ldexp(numbers, scales.int()[..., None] - 127).flatten(-2).mT     # convert_moe_packed_tensors
+    same(Coded(codes, scales, "mxfp4", dtype).expand_codes(), wanted)
     same(expanded(device, (e, 32 * groups, n), dtype, "mxfp4", codes, scales), wanted)
     if n % 8 == 0:
         same(expanded(device, (e, 32 * groups, n), dtype, "mxfp4", codes, scales, skip=1), wanted)
@@ -138,17 +143,15 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_beside_a_weight_that_codes_stand_for_little_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beside_a_weight_that_codes_stand_for_nothing_as_large_is_made() -> None:
     """A plan counts the 16-bit weight: a mixture's layer has some GiB of them."""
-    monkeypatch.setattr(coded, "WIDE_MOST", 128 * 256)
     u8 = functools.partial(torch.randint, 256, dtype=torch.uint8)
-    for form, codes, scales, one in (
-            ("mxfp4", u8((16, 64, 8, 16)), u8((16, 64, 8)), 64 * 256),
-            ("nf4", u8((16, 64, 128)), torch.rand(16, 1, 256), 64 * 256),
-            ("fp8", u8((4, 1024, 256)).view(torch.float8_e4m3fn), torch.rand(4, 8, 2), 128 * 256)):
+    for form, codes, scales in (("mxfp4", u8((16, 64, 8, 16)), u8((16, 64, 8))),
+                                ("nf4", u8((16, 64, 128)), torch.rand(16, 1, 256)),
+                                ("fp8", u8((4, 1024, 256)).view(torch.float8_e4m3fn), torch.rand(4, 8, 2).bfloat16())):
         with Largest() as found:
-            coded._EXPANDS[form](codes, scales, torch.bfloat16)
-        assert 0 < found.nbytes <= 4 * one
+            Coded(codes, scales, form, torch.bfloat16).expand_codes()
+        assert found.nbytes <= 2 * scales.nbytes
 
 
 @each_device

@@ -109,7 +109,7 @@ def test_plan_as_text() -> None:
 
 def test_html_has_the_same_figures() -> None:
     plan = mt.plan(small(), tokens=4096, seq=512, machine=FLAT)
-    cells = re.findall(r"<t[hd]>([^<]+)</t[hd]>", plan._repr_html_())
+    cells = re.findall(r"<td>([^<]+)</td>", plan._repr_html_())
     missing = [c for c in cells if c.replace("&#x27;", "'") not in str(plan)]
     assert cells and missing == []
 
@@ -348,7 +348,7 @@ def every_choice(p: Problem) -> list[Choice]:
     for row, ring, micro in itertools.product(p.rows, p.rings, p.micro_counts):
         if row.several != (micro > 1):
             continue
-        here, states = row.planes + sum(p.tally.slots(row.homes, ring)), p.visiting(row.homes)
+        here, states = row.planes + sum(p.tally.slots(row.homes, ring)), p.tally.visiting(row.homes)
         fitting += [Choice(micro, row.homes, ring, made.modes(level)) for made in tracks[micro]
                     for level in range(len(made.peaks))
                     if here + made.most(level, states) <= p.machine.vram_bytes
@@ -588,7 +588,7 @@ def test_doctor_measures_and_plans_use_it(command: Callable, monkeypatch: pytest
     assert status == 0 and "AdamW" in out and f"{kept.h2d_gbps:.4g}" in out
     assert kept.device == "cpu" and kept.versions["torch"] == torch.__version__
     assert all(rate > 0 for *_, rate in (*kept.gemm, *kept.attention, *kept.adam_gparams))
-    assert kept.vram_bytes + kept.host_bytes <= machine_module.host_limit_bytes()
+    assert kept.vram_bytes + kept.host_bytes <= machine_module.host_limits().in_all
     plan = mt.plan(small(1, vocab_size=512), tokens=256, seq=64, machine="cpu")
     assert plan.machine.source == "measured by megatrain doctor" and plan.compute == "eager"
 

@@ -262,9 +262,9 @@ def test_a_described_cards_host_has_what_is_said() -> None:
 def test_doctor_marks_what_it_did_not_measure() -> None:
     measured = dataclasses.replace(FLAT, source="measured by megatrain doctor",
                                    origins=(("add_gparams", "assumed"), ("disk_read_gbps", "published")))
-    lines = {line.split("  ")[0]: line for line in doctor.report(measured, {}).splitlines() if "  " in line}
+    lines = {line.split("  ")[0]: line for line in doctor.report(measured).splitlines() if "  " in line}
     assert lines["matrix products, best"].endswith(" measured")
     assert "not measured: a Samsung PM9A3 of 1.92 TB's data sheet" in lines["disk: read, write; together"]
     assert "not measured" in lines["with moments of 8 bits"] and "not measured" in lines["a micro-batch's gradients added"]
     drive = dataclasses.replace(measured, disk_read_gbps=2.0, origins=())
-    assert re.search(r"^disk: read.* measured$", doctor.report(drive, {}), re.M)
+    assert re.search(r"^disk: read.* measured$", doctor.report(drive), re.M)

@@ -16,7 +16,6 @@ from flat import FLAT, GIB, seven, small
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
 import megatrain_torch as mt
-import megatrain_torch.plans.fleet as fleet_module
 from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.plans import doctor
 from megatrain_torch.plans.machine import MACHINES, SHARED_ADAM
@@ -136,12 +135,8 @@ def test_what_several_gpus_cannot_have_yet_is_refused(asked: dict[str, Any], say
         mt.plan(small(2), **{"tokens": 4096, "seq": 1024, "machine": LINKED, "gpus": 2} | asked)
 
 
-def test_homes_of_several_gpus_are_said_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units at home on the devices have their states there in parts."""
+def test_units_at_home_on_several_devices_have_their_states_there_in_parts() -> None:
     asked = dict(tokens=16384, seq=1024, machine=dataclasses.replace(LINKED, vram_bytes=40 * GIB), gpus=2)
-    monkeypatch.setattr(fleet_module, "HOMES", ("ram",))
-    assert set(mt.plan(small(8), **asked).homes.values()) == {"ram"}
-    monkeypatch.undo()
     found, one = mt.plan(small(8), homes="vram", **asked), mt.plan(small(8), homes="vram", **asked | {"gpus": 1})
     assert found.vram["at home: weights"] == one.vram["at home: weights"]
     assert found.vram["at home: moments"] == -(-one.vram["at home: moments"] // 2)

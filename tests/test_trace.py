@@ -18,8 +18,7 @@ from parity import assert_same
 from torch import Tensor, nn
 
 import megatrain_torch as mt
-from megatrain_torch.figures.report import StepReport, idle_seconds, measure
-from megatrain_torch.figures.timeline import Slice, by_lane
+from megatrain_torch.figures.report import Slice, StepReport, by_lane, idle_seconds, measure
 from megatrain_torch.graph.door import UNTRACED
 
 WAYS = ["saved", "replay"]

@@ -27,7 +27,7 @@ C = f"{PACKAGE}._core"  # may be looked at by everybody, looks at nobody
 
 # In the order in which a reader meets them. What lies in no folder is a room of its own: layer ops, which others may
 # use, the door of the package, and the command line, whose verbs use the package as everybody does.
-ROOMS = ("base", "ops", "group", "store", "graph", "fused", "figures", "plans", "optim", "model", "checkpoint",
+ROOMS = ("ops", "base", "group", "store", "graph", "fused", "figures", "plans", "optim", "model", "checkpoint",
          "reports", PACKAGE, "commands", "cli", "__main__")
 
 

@@ -11,14 +11,14 @@ One format is ours, `Coded`: codes with scales which stand for 16-bit weights, b
 experts of a mixture in NF4.
 
     w = Coded(codes, scales, "fp8", torch.bfloat16)      # of the shape and type of the weight that it stands for
-    w.expand_codes()                                     # that weight, by its package's own arithmetic
+    w.expand_codes()                                     # that weight, by our op, to the bits of its package
 """
 from __future__ import annotations
 
 import copy
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,16 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from ..ops import expand_codes_
 from .errors import MegatrainError
 
 Strands = dict[str, Tensor]           # "": what lies in the parameter's own memory, where it has memory
-WIDE_MOST = 1 << 24                  # numbers that are made in fp32 before they are rounded; or one expert's
 FP8_BLOCK = 128                      # rows, and columns, that share a scale of what is made here
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 NF4_BLOCK = 64                       # elements that share a scale
-_NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
 _ATEN = torch.ops.aten
 
 
@@ -62,26 +58,61 @@ class Coding:
     rounds: bool = False                # the package rounds what it multiplies codes with to codes too, on a GPU
 
 
-@dataclass(frozen=True)
 class Format:
-    """A package's codes, as functions of a parameter of theirs."""
+    """A package's codes: what is done with a parameter `p` of theirs, which the module `m` has. This one is torchao's,
+    of tensors made of tensors, which say which; the others say what is different of theirs."""
 
-    name: str                                               # for people
-    kinds: tuple[tuple[str, str], ...]                      # (package, class) of its parameters
-    strands: Callable[[nn.Parameter, nn.Module], Strands]   # of a parameter of a module
-    whole: Callable[[nn.Parameter, Strands], Tensor]        # over other strands of these forms
-    put: Callable[[nn.Parameter, nn.Module, Strands], None]     # parameter and module have these from now on
-    shape: Callable[[nn.Parameter], torch.Size]             # of the weight that the codes stand for
-    label: Callable[[nn.Parameter, str, str], str]          # of parameter, its name, strand: that in a state_dict
-    beside: Callable[[nn.Parameter, str], Strands]          # what a checkpoint has of a parameter besides
+    name = "torchao 8 bits"             # for people
+    linear = ""                         # the package's class of a module that multiplies, where it is not torch's
     keeps: tuple[Keeps, ...] = ()
-    reloads: Callable[[nn.Parameter], bool] = lambda p: True        # from_pretrained finds it by these names
-    again: Callable[[nn.Parameter, Strands], Tensor] | None = None      # the parameter, where `whole` gives another
-    expands: bool = False                                   # `whole` is a 16-bit weight in memory of its own
-    saves: bool = False                                     # its package's products make one, and save it for backward
-    coding: Callable[[Any], Coding | None] = lambda p: None     # how our own op makes the weight; None: it cannot
-    dense: Callable[[Any, torch.dtype], Tensor] = lambda whole, dtype: whole    # as the package makes it, in a type
-    linear: str = ""                    # the package's class of a module that multiplies, where it is not torch's
+    expands = False                     # `whole` is a 16-bit weight in memory of its own
+    saves = True                        # the package's products make one, and save it for backward
+
+    def strands(self, p: Any, m: Any) -> Strands:
+        if getattr(p, "act_quant_kwargs", None) is not None:
+            raise MegatrainError("has its activations quantised too, which torchao gives no gradient for; weight-only "
+                                 "configs stream (Int8WeightOnlyConfig, Float8WeightOnlyConfig)")
+        return {name: getattr(p, name) for name in p.__tensor_flatten__()[0]}
+
+    def whole(self, p: Any, strands: Strands) -> Tensor:
+        """What the package's code computes with, over other strands of these forms."""
+        _, said = p.__tensor_flatten__()
+        out = plain_kind(p).__tensor_unflatten__(strands, said, p.size(), p.stride())
+        out._is_param = True
+        return out
+
+    def again(self, p: Any, strands: Strands) -> Tensor:
+        """The parameter over them, where `whole` gives another."""
+        return self.whole(p, strands)
+
+    def put(self, p: Any, m: Any, strands: Strands) -> None:
+        """Parameter and module have these from now on."""
+        for name, strand in strands.items():
+            setattr(p, name, strand)
+
+    def shape(self, p: Any) -> torch.Size:
+        """Of the weight that the codes stand for."""
+        return p.shape
+
+    def label(self, p: Any, name: str, strand: str) -> str:
+        """A strand's name in a state_dict, of the parameter's name."""
+        return f"{name}.{strand}"
+
+    def beside(self, p: Any, name: str) -> Strands:
+        """What a checkpoint has of a parameter besides."""
+        return {}
+
+    def reloads(self, p: Any) -> bool:
+        """Does from_pretrained find it by these names?"""
+        return not self.saves
+
+    def coding(self, p: Any) -> Coding | None:
+        """How our own op makes the weight; None: it cannot."""
+        return None
+
+    def dense(self, whole: Any, dtype: torch.dtype) -> Tensor:
+        """The weight as the package makes it, in a type."""
+        return whole
 
 
 def plain_kind(p: Tensor) -> type:
@@ -115,24 +146,6 @@ class Strand(nn.Parameter):
     stands: tuple[str, int] = ("", 0)   # name, and for how many numbers, where 16-bit weights are made of it
 
 
-class Stands:
-    """A weight of codes, by the form of what it stands for: [shape], 16 bits."""
-
-    requires_grad, dtype = False, torch.bfloat16
-
-    def __init__(self, p: nn.Parameter) -> None:
-        self.shape = FORMATS[plain_name(p)].shape(p)
-
-    def dim(self) -> int:
-        return len(self.shape)
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    def is_floating_point(self) -> bool:
-        return True
-
-
 def owner_of(p: nn.Parameter) -> nn.Parameter:
     """The parameter that a strand is of; others are their own."""
     return p.of[0] if type(p) is Strand else p
@@ -145,7 +158,7 @@ def multiplies(module: nn.Module, dtype: torch.dtype) -> str:
         return "" if kind is nn.Linear else f"it is a {kind.__name__}, not a plain nn.Linear"
     if kind is nn.Linear:
         return f"its weight is {format.name}" if format.linear else ""
-    package = format.kinds[0][0]
+    package = plain_name(module._parameters["weight"])[0]
     own = sys.modules.get(kind.__module__)
     if (kind.__module__.partition(".")[0], kind.__name__) != (package, format.linear) or "forward" in vars(module) \
             or own is None or kind.forward.__code__.co_filename != own.__file__:
@@ -195,27 +208,7 @@ def dense_bytes(module: nn.Module, experts: int = 0) -> tuple[int, int]:
 # ---- bitsandbytes: Params4bit, a tensor of two codes a byte with its QuantState; Int8Params with scales SCB ----
 
 _UNMADE = "is not quantised yet: bitsandbytes does that when it is moved to a device; model.to('cpu') is enough"
-
-
-def _four_strands(p: Any, m: nn.Module) -> Strands:
-    state = p.quant_state
-    if state is None:
-        raise MegatrainError(_UNMADE)
-    if getattr(state, "packing_format_for_cpu", False):
-        raise MegatrainError("was packed by bitsandbytes for inference on this CPU, when it ran in eval mode without "
-                             "gradients: load it anew, and stream it first")
-    found = {"": p.data, "absmax": state.absmax, "quant_map": state.code}
-    if state.state2 is not None:
-        found |= {"nested_absmax": state.state2.absmax, "nested_quant_map": state.state2.code,
-                  "nested_offset": state.offset}
-    return found
-
-
-def _put_state(state: Any, strands: Strands) -> None:
-    state.absmax, state.code = strands["absmax"], strands["quant_map"]
-    if state.state2 is not None:
-        state.offset, state.state2.absmax = strands["nested_offset"], strands["nested_absmax"]
-        state.state2.code = strands["nested_quant_map"]
+_BNB = "bitsandbytes.autograd._functions"
 
 
 def _bare(p: nn.Parameter, codes: Tensor) -> Any:
@@ -226,133 +219,130 @@ def _bare(p: nn.Parameter, codes: Tensor) -> Any:
     return out
 
 
-def _four_whole(p: Any, strands: Strands) -> Tensor:
-    out = _bare(p, strands[""])
-    out.module, out.quant_state = None, copy.copy(p.quant_state)
-    if out.quant_state.state2 is not None:
-        out.quant_state.state2 = copy.copy(out.quant_state.state2)
-    _put_state(out.quant_state, strands)
-    return out
+class _FourBits(Format):
+    name, linear, saves = "bitsandbytes 4 bits", "Linear4bit", False
+    keeps = (Keeps(_BNB, "MatMul4Bit", "QuantState"),)
+
+    def strands(self, p: Any, m: Any) -> Strands:
+        state = p.quant_state
+        if state is None:
+            raise MegatrainError(_UNMADE)
+        if getattr(state, "packing_format_for_cpu", False):
+            raise MegatrainError("was packed by bitsandbytes for inference on this CPU, when it ran in eval mode "
+                                 "without gradients: load it anew, and stream it first")
+        found = {"": p.data, "absmax": state.absmax, "quant_map": state.code}
+        if state.state2 is not None:
+            found |= {"nested_absmax": state.state2.absmax, "nested_quant_map": state.state2.code,
+                      "nested_offset": state.offset}
+        return found
+
+    def _put(self, state: Any, strands: Strands) -> None:
+        state.absmax, state.code = strands["absmax"], strands["quant_map"]
+        if state.state2 is not None:
+            state.offset, state.state2.absmax = strands["nested_offset"], strands["nested_absmax"]
+            state.state2.code = strands["nested_quant_map"]
+
+    def whole(self, p: Any, strands: Strands) -> Tensor:
+        out = _bare(p, strands[""])
+        out.module, out.quant_state = None, copy.copy(p.quant_state)
+        if out.quant_state.state2 is not None:
+            out.quant_state.state2 = copy.copy(out.quant_state.state2)
+        self._put(out.quant_state, strands)
+        return out
+
+    def put(self, p: Any, m: Any, strands: Strands) -> None:
+        self._put(p.quant_state, strands)
+        p.module = None                      # for its first quantisation; a circle that would keep a dropped model
+        if hasattr(m, "quant_state"):
+            m.quant_state = p.quant_state
+
+    def shape(self, p: Any) -> torch.Size:
+        return p.quant_state.shape
+
+    def beside(self, p: Any, name: str) -> Strands:
+        """What the package packs into a tensor of bytes: shape, type, block size."""
+        packed = p.quant_state.as_dict(packed=True)
+        return {f"{name}.{k}": v for k, v in packed.items() if k.startswith("quant_state.")}
+
+    def coding(self, p: Any) -> Coding | None:
+        state = p.quant_state
+        if state is None or len(state.shape) != 2 or (state.state2 is not None and state.state2.blocksize != 256):
+            return None
+        nested = () if state.state2 is None else ("nested_absmax", "nested_quant_map", "nested_offset")
+        return Coding(state.quant_type, torch.Size(state.shape), state.dtype, ("", "absmax", *nested), state.blocksize)
+
+    def dense(self, whole: Any, dtype: torch.dtype) -> Tensor:
+        return importlib.import_module("bitsandbytes.functional").dequantize_4bit(
+            whole.data.as_subclass(Tensor), whole.quant_state)
 
 
-def _four_put(p: Any, m: nn.Module, strands: Strands) -> None:
-    _put_state(p.quant_state, strands)
-    p.module = None                      # for its first quantisation; a circle that would keep a dropped model
-    if hasattr(m, "quant_state"):
-        m.quant_state = p.quant_state
+class _EightBits(Format):
+    name, linear, saves = "bitsandbytes LLM.int8", "Linear8bitLt", False
+    keeps = (Keeps(_BNB, "MatMul8bitLt", "MatmulLtState", (("tensors", (None, None, None)),), ("CB", "SCB")),
+             Keeps(_BNB, "MatMul8bitFp", "MatmulLtState", (("A", None),), ("CB", "SCB")))
 
+    def strands(self, p: Any, m: Any) -> Strands:
+        if p.has_fp16_weights:
+            raise MegatrainError("is quantised anew in each forward (has_fp16_weights=True); load it with "
+                                 "has_fp16_weights=False, which freezes it")
+        scales = p.SCB if p.SCB is not None else m.state.SCB         # where the module's first forward puts them
+        if scales is None:
+            raise MegatrainError(_UNMADE)
+        return {"": p.data, "SCB": scales}
 
-def _four_coding(p: Any) -> Coding | None:
-    state = p.quant_state
-    if state is None or len(state.shape) != 2 or (state.state2 is not None and state.state2.blocksize != 256):
-        return None
-    strands = ("", "absmax")
-    if state.state2 is not None:
-        strands += "nested_absmax", "nested_quant_map", "nested_offset"
-    return Coding(state.quant_type, torch.Size(state.shape), state.dtype, strands, state.blocksize)
+    def whole(self, p: Any, strands: Strands) -> Tensor:
+        out = _bare(p, strands[""])
+        out.CB, out.SCB = strands[""], strands["SCB"]
+        return out
 
+    def put(self, p: Any, m: Any, strands: Strands) -> None:
+        # While it is streamed p has no codes besides its own: the module finds a window's in what that gives it.
+        p.CB, p.SCB = None if strands[""] is p else strands[""], strands["SCB"]
+        if hasattr(m, "state"):
+            m.state.CB = m.state.SCB = None
 
-def _four_dense(whole: Any, dtype: torch.dtype) -> Tensor:
-    return importlib.import_module("bitsandbytes.functional").dequantize_4bit(
-        whole.data.as_subclass(Tensor), whole.quant_state)
+    def label(self, p: Any, name: str, strand: str) -> str:
+        return f"{name.rpartition('.')[0]}.{strand}".lstrip(".")
 
+    def beside(self, p: Any, name: str) -> Strands:
+        return {f"{name}_format": torch.tensor(0, dtype=torch.uint8)}
 
-def _four_beside(p: Any, name: str) -> Strands:
-    """What the package packs into a tensor of bytes: shape, type, block size."""
-    return {f"{name}.{k}": v for k, v in p.quant_state.as_dict(packed=True).items() if k.startswith("quant_state.")}
+    def coding(self, p: Any) -> Coding | None:
+        return Coding("int8", p.shape, None, ("", "SCB"), rounds=True)
 
-
-def _eight_strands(p: Any, m: Any) -> Strands:
-    if p.has_fp16_weights:
-        raise MegatrainError("is quantised anew in each forward (has_fp16_weights=True); load it with "
-                             "has_fp16_weights=False, which freezes it")
-    scales = p.SCB if p.SCB is not None else m.state.SCB         # where the module's first forward puts them
-    if scales is None:
-        raise MegatrainError(_UNMADE)
-    return {"": p.data, "SCB": scales}
-
-
-def _eight_whole(p: Any, strands: Strands) -> Tensor:
-    out = _bare(p, strands[""])
-    out.CB, out.SCB = strands[""], strands["SCB"]
-    return out
-
-
-def _eight_coding(p: Any) -> Coding | None:
-    return Coding("int8", p.shape, None, ("", "SCB"), rounds=True)
-
-
-def _eight_dense(whole: Any, dtype: torch.dtype) -> Tensor:
-    """As MatMul8bitFp makes it."""
-    return whole.CB.as_subclass(Tensor).to(dtype).mul_(whole.SCB.unsqueeze(1).mul(1.0 / 127.0))
-
-
-def _eight_put(p: Any, m: Any, strands: Strands) -> None:
-    """While it is streamed p has no codes besides its own: the module finds a window's in what that gives it."""
-    p.CB, p.SCB = None if strands[""] is p else strands[""], strands["SCB"]
-    if hasattr(m, "state"):
-        m.state.CB = m.state.SCB = None
-
-
-# ---- torchao: tensors made of tensors, which say which ----
-
-def _made_strands(p: Any, m: nn.Module) -> Strands:
-    if getattr(p, "act_quant_kwargs", None) is not None:
-        raise MegatrainError("has its activations quantised too, which torchao gives no gradient for; weight-only "
-                             "configs stream (Int8WeightOnlyConfig, Float8WeightOnlyConfig)")
-    return {name: getattr(p, name) for name in p.__tensor_flatten__()[0]}
-
-
-def _made_whole(p: Any, strands: Strands) -> Tensor:
-    _, said = p.__tensor_flatten__()
-    out = plain_kind(p).__tensor_unflatten__(strands, said, p.size(), p.stride())
-    out._is_param = True
-    return out
-
-
-def _made_put(p: Any, m: nn.Module, strands: Strands) -> None:
-    for name, strand in strands.items():
-        setattr(p, name, strand)
+    def dense(self, whole: Any, dtype: torch.dtype) -> Tensor:
+        """As MatMul8bitFp makes it."""
+        return whole.CB.as_subclass(Tensor).to(dtype).mul_(whole.SCB.unsqueeze(1).mul(1.0 / 127.0))
 
 
 # ---- ours: codes that stand for 16-bit weights, which a window has ----
 
-def _fp8(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """codes: [..., N, K]. scales: [..., n, k], of blocks of N/n rows and K/k columns. codes * scales in fp32, rounded
-    once. Source: Fp8Dequantize of transformers."""
-    n, k = scales.shape[-2:]
-    rows, columns = codes.shape[-2:]
-    out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    some = max(1, WIDE_MOST // max(1, rows // n * columns))    # rows of blocks
-    blocks, made = (t.reshape(-1, rows // n, k, columns // k).split(some) for t in (codes, out))
-    for own, to, scale in zip(blocks, made, scales.to(torch.float32).reshape(-1, 1, k, 1).split(some)):
-        to.copy_(own.to(torch.float32) * scale)
-    return out
+class _Ours(Format):
+    name, saves, expands = "block-fp8, MXFP4 and experts in NF4", False, True
+    # Ends of names, as they are published, or as the package of other weights in NF4 has them.
+    _ends = {"fp8": ("", "_scale_inv"), "mxfp4": ("_blocks", "_scales"), "nf4": ("", ".absmax")}
+
+    def whole(self, p: Any, strands: Strands) -> Tensor:
+        return p.over(*strands.values()).expand_codes()
+
+    def again(self, p: Any, strands: Strands) -> Tensor:
+        return super().whole(p, strands)
+
+    def label(self, p: Any, name: str, strand: str) -> str:
+        return name + self._ends[p.form][strand == "scales"]
+
+    def coding(self, p: Any) -> Coding | None:
+        return Coding(p.form, p.shape, p.dtype, ("codes", "scales"), NF4_BLOCK if p.form == "nf4" else 0)
+
+    def reloads(self, p: Any) -> bool:
+        return p.form == "mxfp4" or (p.form == "fp8" and p.dim() == 2)
 
 
-def _mxfp4(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """codes: [E, N, G, 16], two of a byte, the lower first. scales: [E, N, G], exponents of 2 above 127. Gives
-    [E, 32 G, N], exactly. Source: convert_moe_packed_tensors of transformers."""
-    pairs = torch.tensor([(low, high) for high in _FP4 for low in _FP4], dtype=dtype, device=codes.device)
-    out = torch.empty(_shape(codes, "mxfp4"), dtype=dtype, device=codes.device)
-    for expert, own, scale in zip(out, codes, scales):
-        numbers = pairs.index_select(0, own.flatten().int()).view(*scale.shape, -1)
-        expert.copy_(torch.ldexp(numbers, (scale.to(torch.int32) - 127).unsqueeze(-1)).flatten(-2).t())
-    return out
-
-
-def _nf4(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """codes: [E, N, K/2], two of a byte, the higher first. scales: [E, 1, N K / 64] fp32, of neighbours in an expert's
-    memory. Gives [E, N, K]: numbers * scales in fp32, rounded once. Source: dequantize_4bit of bitsandbytes."""
-    pairs = torch.tensor([(a, b) for a in _NF4 for b in _NF4], device=codes.device)
-    out = torch.empty(_shape(codes, "nf4"), dtype=dtype, device=codes.device)
-    for expert, own, scale in zip(out, codes, scales):
-        numbers = pairs.index_select(0, own.flatten().int()).view(-1, NF4_BLOCK)
-        expert.copy_((numbers * scale.view(-1, 1)).view(expert.shape))
-    return out
-
-
-_EXPANDS = {"fp8": _fp8, "mxfp4": _mxfp4, "nf4": _nf4}
+FORMATS: dict[tuple[str, str], Format] = {      # by package and class of the parameter
+    ("bitsandbytes", "Params4bit"): _FourBits(), ("bitsandbytes", "Int8Params"): _EightBits(),
+    **dict.fromkeys((("torchao", "Int8Tensor"), ("torchao", "Float8Tensor")), Format()),
+    ("megatrain_torch", "Coded"): _Ours()}
+KNOWN = "; ".join(format.name for format in dict.fromkeys(FORMATS.values()))
 
 
 def _shape(codes: Tensor, form: str) -> torch.Size:
@@ -383,7 +373,10 @@ class Coded(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     def expand_codes(self) -> Tensor:
-        return _EXPANDS[self.form](self.codes, self.scales, self.dtype)
+        out = torch.empty(self.shape, dtype=self.dtype, device=self.codes.device)
+        scales = self.scales.to(torch.float32) if self.form == "fp8" else self.scales
+        expand_codes_(out, self.form, self.codes.contiguous(), scales.contiguous(), group=NF4_BLOCK)
+        return out
 
     def over(self, codes: Tensor, scales: Tensor) -> Coded:
         return type(self)(codes, scales, self.form, self.dtype)
@@ -458,38 +451,3 @@ def quantization_of(model: nn.Module) -> dict[str, Any] | None:
         return {"quant_method": "mxfp4", "modules_to_not_convert": rest}
     return {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
             "modules_to_not_convert": rest}
-
-
-# Ends of names, as they are published, or as the package of other weights in NF4 has them.
-_ENDS = {"fp8": ("", "_scale_inv"), "mxfp4": ("_blocks", "_scales"), "nf4": ("", ".absmax")}
-
-
-def _coded_label(p: Any, name: str, strand: str) -> str:
-    return name + _ENDS[p.form][strand == "scales"]
-
-
-def _coded_coding(p: Any) -> Coding | None:
-    return Coding(p.form, p.shape, p.dtype, ("codes", "scales"), NF4_BLOCK if p.form == "nf4" else 0)
-
-
-_BNB = "bitsandbytes.autograd._functions"
-_ALL = (
-    Format("bitsandbytes 4 bits", (("bitsandbytes", "Params4bit"),), _four_strands, _four_whole, _four_put,
-           lambda p: p.quant_state.shape, lambda p, name, strand: f"{name}.{strand}", _four_beside,
-           (Keeps(_BNB, "MatMul4Bit", "QuantState"),), coding=_four_coding, dense=_four_dense, linear="Linear4bit"),
-    Format("bitsandbytes LLM.int8", (("bitsandbytes", "Int8Params"),), _eight_strands, _eight_whole, _eight_put,
-           lambda p: p.shape, lambda p, name, strand: f"{name.rpartition('.')[0]}.{strand}".lstrip("."),
-           lambda p, name: {f"{name}_format": torch.tensor(0, dtype=torch.uint8)},
-           (Keeps(_BNB, "MatMul8bitLt", "MatmulLtState", (("tensors", (None, None, None)),), ("CB", "SCB")),
-            Keeps(_BNB, "MatMul8bitFp", "MatmulLtState", (("A", None),), ("CB", "SCB"))),
-           coding=_eight_coding, dense=_eight_dense, linear="Linear8bitLt"),
-    Format("torchao 8 bits", (("torchao", "Int8Tensor"), ("torchao", "Float8Tensor")), _made_strands, _made_whole,
-           _made_put, lambda p: p.shape, lambda p, name, strand: f"{name}.{strand}", lambda p, name: {},
-           reloads=lambda p: False, saves=True),
-    Format("block-fp8, MXFP4 and experts in NF4", (("megatrain_torch", "Coded"),), _made_strands,
-           lambda p, strands: p.over(*strands.values()).expand_codes(), _made_put, lambda p: p.shape, _coded_label,
-           lambda p, name: {}, again=_made_whole, expands=True, coding=_coded_coding,
-           reloads=lambda p: p.form == "mxfp4" or (p.form == "fp8" and p.dim() == 2)),
-)
-FORMATS = {kind: format for format in _ALL for kind in format.kinds}
-KNOWN = "; ".join(format.name for format in _ALL)

@@ -50,7 +50,8 @@ def find(root: nn.Module, units: list[str | nn.Module] | None = None) -> Found:
         if id(module) in seen:
             continue
         seen.add(id(module))
-        own, has_parameters = has_forward(module), any(True for _ in module.parameters())
+        own = "forward" in vars(module) or type(module).forward is not nn.Module.forward
+        has_parameters = any(True for _ in module.parameters())
         if id(module) not in around and has_parameters and (own or id(module) in chosen):
             found.windows.append((name, module))
             continue
@@ -114,10 +115,6 @@ def _usual(root: nn.Module) -> set[int]:
         layers = [c for c in root if any(True for _ in c.children()) and any(True for _ in c.parameters())]
         chosen.update(id(c) for c in root if len(layers) > 1)
     return chosen
-
-
-def has_forward(module: nn.Module) -> bool:
-    return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
 
 
 ALIGN = 512                          # bytes, at which each parameter starts, in a slot too

@@ -1,12 +1,115 @@
-"""Reports of steps: what each resource did, and which of them bound the step."""
+"""Slices of work on lanes, as a picture and as a Chrome trace (Perfetto, chrome://tracing); and reports of steps: what
+each resource did, and which of them bound the step."""
 from __future__ import annotations
 
-import html
+import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
-from .tables import as_html, as_text
-from .timeline import LANES, WAITS, Slice, between, busy_seconds
+from .tables import Shown, Table, as_text, drawing, legend
+
+LANES = {"compute": "compute", "h2d": "H2D", "d2h": "D2H", "hand-over": "hand-over", "host sum": "host sum",
+         "host update": "host update", "device update": "device update", "through": "through the device",
+         "exchange": "exchange", "gather": "gather",
+         "disk": "disk", "disk update": "disk update", "swap out": "activations out", "swap back": "activations back",
+         "swap disk": "activations on disk"}
+WAITS = "hand-over"             # a lane without work, so that nothing says how busy it is
+COLOURS = {"forward": "#4878a8", "loss": "#8a6fb0", "replay": "#8fb3d1", "backward": "#2b4a6f", "fetch": "#4f9d69",
+           "offload": "#d08a3c", "add": "#b0a14f", "update": "#b5485d", "swap": "#5f9ea0",
+           "read": "#4f9d69", "write": "#d08a3c", "wait": "#dddddd"}
+
+
+class Slice(NamedTuple):
+    """A piece of work on a lane. Times are nanoseconds of `time.perf_counter_ns`."""
+
+    lane: str       # of LANES; "hand-over": waits of the thread that hands gradients over and launches windows
+    work: str       # "forward", "replay", "backward", "loss", "fetch", "offload", "add", "update", "read", "write" ...
+    unit: str       # its name; "" where there is none
+    nbytes: int     # copied, added, or read and written by the update
+    begin: int
+    end: int
+
+    @property
+    def seconds(self) -> float:
+        return (self.end - self.begin) * 1e-9
+
+
+def by_lane(slices: Sequence[Slice]) -> dict[str, list[Slice]]:
+    """The slices of each lane in the order of time; lanes without any are left out."""
+    lanes: dict[str, list[Slice]] = {}
+    for s in sorted(slices, key=lambda s: (s.begin, s.end)):
+        lanes.setdefault(s.lane, []).append(s)
+    return {name: lanes[name] for name in LANES if name in lanes}
+
+
+def busy_seconds(slices: Sequence[Slice], begin: int, end: int) -> float:
+    """Time within [begin, end) that a lane worked. Its slices do not overlap; waits are no work."""
+    return sum(max(0, min(s.end, end) - max(s.begin, begin)) for s in slices if s.work != "wait") * 1e-9
+
+
+def between(slices: Sequence[Slice], begin: int, end: int) -> list[Slice]:
+    """A lane's slices, in order, that have a part in [begin, end)."""
+    first = bisect.bisect_right(slices, begin, key=lambda s: s.end)
+    last = bisect.bisect_left(slices, end, key=lambda s: s.begin)
+    return list(slices[first:last])
+
+
+def chrome_trace(slices: Sequence[Slice], marks: Sequence[int]) -> dict[str, Any]:
+    """Lanes as threads, work as slices, steps above, in Google's Trace Event Format. marks: when steps began."""
+    start = min([s.begin for s in slices] + list(marks[:1]), default=0)
+    rows = ["step", *LANES]
+
+    def about(kind: str, args: dict[str, Any], **thread: int) -> dict[str, Any]:
+        return {"ph": "M", "name": kind, "pid": 1, **thread, "args": args}
+
+    def complete(kind: str, name: str, row: str, begin: int, end: int, args: dict[str, Any]) -> dict[str, Any]:
+        return {"ph": "X", "cat": kind, "name": name, "pid": 1, "tid": rows.index(row),      # times in microseconds
+                "ts": (begin - start) / 1000, "dur": (end - begin) / 1000, "args": args}
+
+    events = [about("process_name", {"name": "megatrain_torch"})]
+    for tid, name in enumerate(rows):
+        events += [about("thread_name", {"name": name}, tid=tid),
+                   about("thread_sort_index", {"sort_index": tid}, tid=tid)]
+    events += [complete("step", f"step {i}", "step", a, b, {}) for i, (a, b) in enumerate(pairwise(marks))]
+    for s in slices:
+        details: dict[str, Any] = {k: v for k, v in (("unit", s.unit), ("bytes", s.nbytes)) if v}
+        if s.nbytes and s.end > s.begin:
+            details["GB/s"] = round(s.nbytes / (s.end - s.begin), 3)
+        events.append(complete(s.work, f"{s.work} {s.unit}".strip(), s.lane, s.begin, s.end, details))
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def draw_lanes(path: str | Path | BinaryIO, slices: Sequence[Slice], marks: Sequence[int], title: str = "") -> None:
+    """Lanes against time from the first mark to the last; how busy each was stands at its right. path: .png, .svg or
+    .pdf; or an open file, for PNG. marks: at least two: when each step shown began, and when the last ended;
+    nanoseconds. Raises MegatrainError without matplotlib."""
+    begin, end = marks[0], marks[-1]
+    lanes = {name: part for name, all_ in by_lane(slices).items() if (part := between(all_, begin, end))}
+    with drawing(path, title, [LANES[name] for name in lanes], (12.0, 4.0), 100) as (figure, axes):
+        beside = axes.get_yaxis_transform()
+        for row, part in enumerate(lanes.values()):
+            spans: dict[tuple[str, bool], list[tuple[float, float]]] = {}
+            odd, unit = False, None
+            for s in part:          # neighbours differ a little in shade, so that units can be told apart
+                odd, unit = odd ^ (s.unit != unit), s.unit
+                spans.setdefault((s.work, odd), []).append(((s.begin - begin) * 1e-6, (s.end - s.begin) * 1e-6))
+            for (work, odd), some in spans.items():
+                axes.broken_barh(some, (row - 0.38, 0.76), facecolor=COLOURS[work], alpha=0.78 if odd else 1.0,
+                                 linewidth=0)
+            share = busy_seconds(part, begin, end) / ((end - begin) * 1e-9)
+            axes.text(1.01, row, f"{share:.0%}", transform=beside, va="center")
+        axes.text(1.01, -0.5, "busy", transform=beside, va="bottom", fontsize="small")
+        for mark in marks:
+            axes.axvline((mark - begin) * 1e-6, color="black", linewidth=0.8, linestyle=":")
+        axes.set_xlim(0, (end - begin) * 1e-6)
+        axes.set_xlabel("ms")
+        legend(figure, COLOURS, {s.work for part in lanes.values() for s in part}, "outside upper right")
+
+
+# ---- steps -----------------------------------------------------------------------------------------
 
 OWN = "host"                     # what compute waits for when it waits for no copy and no update: the host's own work
 _UPDATED = ("host update", "through", "disk update")     # lanes that updates of units on the host end on
@@ -23,7 +126,7 @@ _CALLED = {"compute": "compute", "h2d": "copies to the device", "d2h": "copies t
 
 
 @dataclass(frozen=True)
-class StepReport:
+class StepReport(Shown):
     """One step, measured; or, without mt.trace, what was counted since the report before.
 
     A step goes from one step of the optimizer to its next, as compute comes by them; without an optimizer from one
@@ -94,39 +197,35 @@ class StepReport:
         return text
 
     def __str__(self) -> str:
-        rows = [(lane, f"{busy:.3g}", f"{share:.0%}", "█" * round(share * _BAR), moved, least)
-                for lane, busy, share, moved, least in self._rows()]
-        head = ("", "busy s", "", " " * _BAR, "GB", "at least s")
-        lines = [self.why] + [as_text(("", [head, *rows]), right=(1, 2, 4, 5))] * bool(rows)
+        lines = [self.why, *(as_text(table, right=(1, 2, 4, 5)) for table in self._tables())]
         if self.idle:
             parts = ", ".join(f"{v:.3g} s for {_CALLED[k]}"
                               for k, v in sorted(self.idle.items(), key=lambda item: -item[1]))
             lines.append(f"compute idle: {parts}; {self.between_steps:.3g} s of it between steps")
-        if self.disk_read_bytes or self.disk_written_bytes:
-            lines.append(f"disk: {self.disk_read_bytes / 1e9:.3g} GB read, "
-                         f"{self.disk_written_bytes / 1e9:.3g} GB written")
-        if self.spill_written_bytes:
-            lines.append(f"activations on disk: {self.spill_read_bytes / 1e9:.3g} GB read, "
-                         f"{self.spill_written_bytes / 1e9:.3g} GB written")
+        for what, read, written in (("disk", self.disk_read_bytes, self.disk_written_bytes),
+                                    ("activations on disk", self.spill_read_bytes, self.spill_written_bytes)):
+            if read or written:
+                lines.append(f"{what}: {read / 1e9:.3g} GB read, {written / 1e9:.3g} GB written")
         lines.append(f"fetches {self.fetches}, on demand {self.demand_fetches}; waited for copies to be queued "
                      f"{self.await_seconds:.3g} s; host store {self.host_bytes / 1e9:.3g} GB")
         return "\n".join(lines)
 
-    def _repr_html_(self) -> str:
-        rows = [(lane, f"{busy:.3g} s", f"{share:.0%}", [(share * 160, "#4878a8", "", "")],
-                 f"{moved} GB" * bool(moved), least) for lane, busy, share, moved, least in self._rows()]
-        head = ("", "busy", "", "", "moved", "at least, s")
-        return f"<p>{html.escape(self.why)}</p>{as_html('', [head, *rows])}"
+    def _head(self) -> str:
+        return self.why
 
-    def _rows(self) -> list[tuple[str, float, float, str, str]]:
-        """(lane, busy seconds, share of the step, GB moved, least seconds) of every lane that did something."""
+    def _tables(self) -> list[Table]:
+        """Every lane that did something: busy seconds, share of the step, GB moved, least seconds."""
         moved = {"h2d": self.h2d_bytes, "d2h": self.d2h_bytes, "swap out": self.out_bytes, "swap back": self.back_bytes,
                  "disk": self.disk_read_bytes + self.disk_written_bytes,
                  "swap disk": self.spill_read_bytes + self.spill_written_bytes}
-        return [(LANES[lane], busy, busy / self.seconds if self.seconds > 0 else 0.0,
-                 f"{moved[lane] / 1e9:.3g}" if lane in moved else "",
-                 f"{self.least[lane]:.3g}" if lane in self.least else "")
-                for lane, busy in self.busy.items() if busy > 0]
+        rows: list[tuple[str, ...]] = [("", "busy s", "", " " * _BAR, "GB", "at least s")]
+        for lane, busy in self.busy.items():
+            if busy > 0:
+                share = busy / self.seconds if self.seconds > 0 else 0.0
+                rows.append((LANES[lane], f"{busy:.3g}", f"{share:.0%}", "█" * round(share * _BAR),
+                             f"{moved[lane] / 1e9:.3g}" if lane in moved else "",
+                             f"{self.least[lane]:.3g}" if lane in self.least else ""))
+        return [("", rows)] if len(rows) > 1 else []
 
 
 # ---- from slices -------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from typing import Any, BinaryIO
 
 from ..base.errors import MegatrainError
 from ..base.limits import show_bytes
-from .timeline import COLOURS, LANES, Slice, between, busy_seconds, by_lane
 
 Table = tuple[str, list[tuple[str, ...]]]   # a title, "" without; rows, the first of which is the head
 Tier = tuple[str, dict[str, int], int]      # of a kind of memory: title, bytes by what they hold, bytes there are
@@ -31,20 +30,19 @@ def bytes_table(title: str, parts: dict[str, int], most: int, note: str = "") ->
                 ("in all", show_bytes(total), f"of {show_bytes(most)}" + (note or f", {total / most:.0%}"))]
 
 
-def as_html(title: str, rows: Sequence[Sequence[str | list[tuple]]], head: bool = True) -> str:
-    """A table for a notebook, of texts and of boxes (pixels, colour, word, tooltip). head: the first row is one."""
-    def cell(found: str | list[tuple]) -> str:
-        if isinstance(found, str):
-            return html.escape(found)
-        boxes = "".join(f"<div title='{html.escape(about)}' style='display:inline-block;overflow:hidden;height:1.3em;"
-                        f"vertical-align:top;color:white;background:{paint};width:{pixels:.0f}px'>"
-                        f"{html.escape(word)}</div>" for pixels, paint, word, about in found)
-        return f"<div style='white-space:nowrap'>{boxes}</div>"
+class Shown:
+    """What prints as lines, its `_head()`, and as tables, its `_tables()`; and shows itself so in a notebook."""
 
-    kinds = ("th" if head and i == 0 else "td" for i in range(len(rows)))
-    lines = ("".join(f"<{kind}>{cell(c)}</{kind}>" for c in row) for kind, row in zip(kinds, rows))
-    caption = f"<caption>{html.escape(title)}</caption>" if title else ""
-    return f"<table>{caption}{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+    def __str__(self) -> str:
+        return "\n\n".join([self._head(), *map(as_text, self._tables())])
+
+    def _repr_html_(self) -> str:
+        parts = [f"<p>{html.escape(line)}</p>" for line in self._head().splitlines()]
+        for title, rows in self._tables():
+            lines = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
+            caption = f"<caption>{html.escape(title)}</caption>" if title else ""
+            parts.append(f"<table>{caption}{''.join(f'<tr>{line}</tr>' for line in lines)}</table>")
+        return "".join(parts)
 
 
 # ---- kinds of memory -----------------------------------------------------------------------------
@@ -53,36 +51,19 @@ def as_html(title: str, rows: Sequence[Sequence[str | list[tuple]]], head: bool 
 _PLANES = {"weights": "#4c72b0", "slots": "#8fa8cf", "gradients": "#c44e52", "masters": "#55a868", "moments": "#8dc891",
           "sums": "#dd8452", "activations": "#8172b3", "work": "#b3a8d1", "staging": "#937860"}
 _OTHER = "#9a9a9a"
-_BAR_PIXELS = 420                            # of a bar in HTML
 _LEAST_SHARE = 0.06                          # of a bar: narrower pieces have no words in them
-
-
-def _plane(what: str) -> tuple[str, str]:
-    """(plane, colour) of a label such as "at home: moments"."""
-    label = what.removeprefix("at home: ")
-    return next(((name, c) for name, c in _PLANES.items() if label.startswith(name)), ("other", _OTHER))
-
-
-def tiers_as_html(tiers: list[Tier]) -> str:
-    """A row for each kind of memory, its contents beside one another as shares of them all."""
-    rows = []
-    for title, parts, most in tiers:
-        total = sum(parts.values())
-        bars = [(_BAR_PIXELS * n / total, _plane(what)[1], what, f"{what}: {show_bytes(n)}")
-                for what, n in parts.items() if n]
-        rows.append((title, show_bytes(total), f"of {show_bytes(most)}", bars))
-    return as_html("", rows, head=False)
 
 
 def draw_tiers(path: str | Path, title: str, tiers: list[Tier]) -> None:
     """A bar for each kind of memory, with what lies there as shares of it. path: .png, .svg or .pdf."""
     names = [f"{name}\n{show_bytes(most)}" for name, _, most in tiers]
-    with _drawing(path, title, names, (10.0, 1.1 * len(tiers) + 1.2), 150) as (figure, axes):
+    with drawing(path, title, names, (10.0, 1.1 * len(tiers) + 1.2), 150) as (figure, axes):
         shown = set()
         for row, (_, parts, most) in enumerate(tiers):
             at = 0.0
             for what, n in parts.items():
-                share, (plane, colour) = n / most, _plane(what)
+                plane = next((p for p in _PLANES if what.removeprefix("at home: ").startswith(p)), "other")
+                share, colour = n / most, _PLANES.get(plane, _OTHER)
                 shown |= {plane} if n else set()
                 axes.barh(row, share, left=at, height=0.7, color=colour, edgecolor="white", linewidth=0.6)
                 if share > _LEAST_SHARE:
@@ -91,40 +72,11 @@ def draw_tiers(path: str | Path, title: str, tiers: list[Tier]) -> None:
             axes.barh(row, 1, height=0.7, facecolor="none", edgecolor="black", linewidth=0.8)
         axes.set_xlim(0, 1)
         axes.xaxis.set_major_formatter("{x:.0%}")
-        _legend(figure, _PLANES | {"other": _OTHER}, shown, "outside lower center")
-
-
-# ---- lanes against time --------------------------------------------------------------------------
-
-def draw_lanes(path: str | Path | BinaryIO, slices: Sequence[Slice], marks: Sequence[int], title: str = "") -> None:
-    """Lanes against time from the first mark to the last; how busy each was stands at its right. path: .png, .svg or
-    .pdf; or an open file, for PNG. marks: at least two: when each step shown began, and when the last ended;
-    nanoseconds. Raises MegatrainError without matplotlib."""
-    begin, end = marks[0], marks[-1]
-    lanes = {name: part for name, all_ in by_lane(slices).items() if (part := between(all_, begin, end))}
-    with _drawing(path, title, [LANES[name] for name in lanes], (12.0, 4.0), 100) as (figure, axes):
-        beside = axes.get_yaxis_transform()
-        for row, part in enumerate(lanes.values()):
-            spans: dict[tuple[str, bool], list[tuple[float, float]]] = {}
-            odd, unit = False, None
-            for s in part:          # neighbours differ a little in shade, so that units can be told apart
-                odd, unit = odd ^ (s.unit != unit), s.unit
-                spans.setdefault((s.work, odd), []).append(((s.begin - begin) * 1e-6, (s.end - s.begin) * 1e-6))
-            for (work, odd), some in spans.items():
-                axes.broken_barh(some, (row - 0.38, 0.76), facecolor=COLOURS[work], alpha=0.78 if odd else 1.0,
-                                 linewidth=0)
-            share = busy_seconds(part, begin, end) / ((end - begin) * 1e-9)
-            axes.text(1.01, row, f"{share:.0%}", transform=beside, va="center")
-        axes.text(1.01, -0.5, "busy", transform=beside, va="bottom", fontsize="small")
-        for mark in marks:
-            axes.axvline((mark - begin) * 1e-6, color="black", linewidth=0.8, linestyle=":")
-        axes.set_xlim(0, (end - begin) * 1e-6)
-        axes.set_xlabel("ms")
-        _legend(figure, COLOURS, {s.work for part in lanes.values() for s in part}, "outside upper right")
+        legend(figure, _PLANES | {"other": _OTHER}, shown, "outside lower center")
 
 
 @contextlib.contextmanager
-def _drawing(path: str | Path | BinaryIO, title: str, rows: list[str], inches: tuple[float, float], dpi: int
+def drawing(path: str | Path | BinaryIO, title: str, rows: list[str], inches: tuple[float, float], dpi: int
              ) -> Iterator[tuple[Any, Any]]:
     """(figure, axes) with a named row for each bar, the first at the top; written at the end."""
     try:
@@ -142,7 +94,7 @@ def _drawing(path: str | Path | BinaryIO, title: str, rows: list[str], inches: t
     figure.savefig(path)
 
 
-def _legend(figure: Any, colours: dict[str, str], shown: set[str], where: str) -> None:
+def legend(figure: Any, colours: dict[str, str], shown: set[str], where: str) -> None:
     from matplotlib.patches import Patch
 
     patches = [Patch(color=colour, label=name) for name, colour in colours.items() if name in shown]

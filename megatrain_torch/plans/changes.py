@@ -8,6 +8,7 @@ is as fast or faster.
 """
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -262,8 +263,4 @@ def _part(part: dict[str, Any], changes: dict[str, Any]) -> bool:
 
 def _last(fits: Callable[[int], bool], fails: int) -> int:
     """The largest number that does, where 1 does and `fails` does not."""
-    found = 1
-    while fails - found > 1:
-        middle = (found + fails) // 2
-        found, fails = (middle, fails) if fits(middle) else (found, middle)
-    return found
+    return 1 + bisect.bisect_left(range(2, fails), True, key=lambda n: not fits(n))

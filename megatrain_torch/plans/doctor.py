@@ -1,4 +1,4 @@
-"""Measures what this machine can do: the rates that plans are made with, beside the limits that are known.
+"""Measures what this machine can do: the rates that plans are made with.
 
 `megatrain doctor` runs it: less than a minute with a GPU. Each rate is a median over repetitions that take a
 stated time, on random data, after a warm-up: cards slow down under load, and that is what a step meets.
@@ -9,7 +9,6 @@ the slowest counts: a step waits for it.
 """
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -38,14 +37,12 @@ from ..figures.tables import as_text
 from ..fused.templates.attention import Attention
 from .cards import MEASURED
 from .fleet import ADDED_BYTES, host_rate
-from .machine import RATES, Machine, describe, host_limit_bytes, store_path
+from .machine import RATES, Machine, describe, store_path
 
 MIB = 2**20
 ISAS = _core.build_info()["isas"]           # by number, as adam_step takes them: each needs those before it
 ISA = ISAS.index(_core.build_info()["isa"])
 TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-# Dense bf16 operations per clock and multiprocessor with fp32 sums, by compute capability: NVIDIA's data sheets.
-TENSOR_OPERATIONS = {(8, 0): 2048, (8, 6): 512, (8, 9): 512, (9, 0): 4096, (10, 0): 8192, (12, 0): 512}
 
 
 class Sizes(NamedTuple):
@@ -213,8 +210,7 @@ class Copies:
 def copy_rates(device: torch.device, nbytes: int, least_s: float) -> dict[str, float]:
     """GB/s host to device, device to host, and each way while both run; pinned host memory."""
     c = Copies(device, nbytes)
-    found = {"h2d_gbps": c.gbps(c.up, least_s), "d2h_gbps": c.gbps(c.down, least_s),
-             "both_gbps": c.gbps(c.both, least_s)}
+    found = {f"{way}_gbps": c.gbps(copy, least_s) for way, copy in (("h2d", c.up), ("d2h", c.down), ("both", c.both))}
     del c
     if device.type == "cuda":                # torch keeps pinned memory for the next one who wants as much
         torch.cuda.synchronize(device)
@@ -250,18 +246,9 @@ class Planes:
         self.m, self.v = plane("M", moments[0]), plane("V", moments[1])
         self.scale = plane("SCALE", torch.float32) if states != "fp32" else None
 
-    def bytes_per_parameter(self) -> float:
-        """Read plus written in one update."""
-        kept = [p for p in (self.hi, self.lo, self.master, self.m, self.v, self.scale) if p is not None]
-        return 2 * sum(p.nbytes for p in kept) / self.n + self.grad.element_size()
-
     def update(self, threads: int) -> None:
         """AdamW on the host, by its best instruction set."""
         _core.adam_step(self.tensors(1), 1.0, threads, ISA)
-
-    def traffic(self, threads: int) -> None:
-        """A loop with the same reads and writes."""
-        _core.adam_traffic(self.tensors(1), threads, ISA)
 
     def tensors(self, step: int) -> list[tuple]:
         """The tuple that `_core.adam_step` takes."""
@@ -305,12 +292,11 @@ def _device_adam(sizes: Sizes, device: torch.device) -> float:
 # ---- the whole -----------------------------------------------------------------------------------
 
 def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
-            disk: str | None = None) -> tuple[Machine, dict[str, float]]:
-    """This machine, and what is known of its limits: by names of Machine's attributes, in their units. Of the CPU
-    device with toy sizes, in a second or two. say: is told what is measured next. disk: a directory on the drive that
-    states may go to; None: a drive is described, not measured."""
+            disk: str | None = None) -> Machine:
+    """This machine. Of the CPU device with toy sizes, in a second or two. say: is told what is measured next. disk: a
+    directory on the drive that states may go to; None: a drive is described, not measured."""
     cuda = device.type == "cuda"
-    sizes, cpus, host = CUDA if cuda else CPU, _core.build_info()["cpus"], host_limit_bytes()
+    sizes, cpus, host = CUDA if cuda else CPU, _core.build_info()["cpus"], host_limits().in_all
     if cuda:
         synchronize(device)
         torch.cuda.empty_cache()
@@ -328,13 +314,12 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
     say("AdamW")
     counts = sorted({1, max(1, cpus // 2), max(1, cpus - 1)})
 
-    def gparams(states: str, counts: list[int], work: Callable[[Planes, int], None] = Planes.update) -> list[float]:
+    def gparams(states: str, counts: list[int]) -> list[float]:
         planes, here = Planes(sizes.parameters, "BF16", "BF16", states), torch.device("cpu")
-        return [planes.n / 1e9 / timed(lambda n=n: work(planes, n), here, sizes.least_s) for n in counts]
+        return [planes.n / 1e9 / timed(lambda n=n: planes.update(n), here, sizes.least_s) for n in counts]
 
-    adam, most = tuple(zip(counts, gparams("fp32", counts))), counts[-1:]
-    (traffic,) = gparams("fp32", most, Planes.traffic)
-    adam8 = tuple((states, *gparams(states, most)) for states in FORMATS[1:])
+    adam = tuple(zip(counts, gparams("fp32", counts)))
+    adam8 = tuple((states, *gparams(states, counts[-1:])) for states in FORMATS[1:])
     busy, beside = _beside(sizes, device, counts[-1])
     rates |= {"adam_gparams": adam, "adam8_gparams": adam8, "busy_gbps": min(busy, rates["both_gbps"]),
               "beside_gparams": min(beside, adam[-1][1]),
@@ -355,11 +340,10 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
     # no `disk` named.
     origins = [("add_gparams", "assumed"), *((rate, "assumed") for rate in RATES[-5:]),
                *((rate, "published") for rate in RATES if rate.startswith("disk_") and disk is None)]
-    machine = Machine(torch.cuda.get_device_name(device) if cuda else "cpu", device.type, vram // 2 if one else vram,
-                      taken, host // 2 if one else host, rss, **_rounded(rates), source=MEASURED, one_memory=one,
-                      origins=tuple(origins), versions={"torch": torch.__version__, "cuda": str(torch.version.cuda),
-                                                        "megatrain_torch": _core.__version__})
-    return machine, (_known(torch.cuda.get_device_properties(device)) if cuda else {}) | {"adam_gparams": traffic}
+    versions = {"torch": torch.__version__, "cuda": str(torch.version.cuda), "megatrain_torch": _core.__version__}
+    return Machine(torch.cuda.get_device_name(device) if cuda else "cpu", device.type, vram // 2 if one else vram,
+                   taken, host // 2 if one else host, rss, **_rounded(rates), source=MEASURED, one_memory=one,
+                   origins=tuple(origins), versions=versions)
 
 
 def _rounded(value: Any) -> Any:
@@ -371,39 +355,15 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-def _known(p: Any) -> dict[str, float]:
-    """Known limits of a GPU with these properties: by data sheet, and by the system's clocks and links."""
-    found = {}
-    operations = TENSOR_OPERATIONS.get((p.major, p.minor), 0)
-    if operations and hasattr(p, "clock_rate"):
-        found["gemm"] = p.multi_processor_count * operations * p.clock_rate * 1e3 / 1e12
-    if hasattr(p, "memory_clock_rate") and hasattr(p, "memory_bus_width"):
-        found["hbm_gbps"] = 2 * p.memory_clock_rate * 1e3 * p.memory_bus_width / 8 / 1e9
-    with contextlib.suppress(AttributeError, OSError, ValueError, IndexError):      # of the PCIe link one way, by sysfs
-        here = Path(f"/sys/bus/pci/devices/{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0")
-        speed = float((here / "max_link_speed").read_text().split()[0])
-        link = speed * int((here / "max_link_width").read_text()) / 8 * (128 / 130 if speed >= 8 else 0.8)
-        found |= {"h2d_gbps": link, "d2h_gbps": link} if link else {}
-    return found
-
-
-def report(machine: Machine, limits: dict[str, float]) -> str:
-    """Tables of rates with their known limits, of products, and of memory and files this process may have."""
-    known = [("matrix products, by data sheet", "gemm", max(rate for *_, rate in machine.gemm), "TFLOP/s"),
-             ("elementwise kernels, by memory clock", "hbm_gbps", machine.hbm_gbps, "GB/s"),
-             ("host to device, by PCIe link", "h2d_gbps", machine.h2d_gbps, "GB/s"),
-             ("device to host, by PCIe link", "d2h_gbps", machine.d2h_gbps, "GB/s"),
-             ("AdamW, by a loop with its traffic", "adam_gparams", machine.adam_gparams[-1][1], "G parameters/s")]
-    rows = describe(machine)
-    rows += [("limit: " + what, f"{limits[key]:.4g} {unit}", f"reached {rate / limits[key]:.0%}")
-             for what, key, rate, unit in known if rate < 1.2 * limits.get(key, 0.0)]   # virtual links say anything
+def report(machine: Machine) -> str:
+    """Tables of rates, of products, and of memory and files this process may have."""
     widths, counts = sorted({w for _, w, _ in machine.gemm}), sorted({n for n, _, _ in machine.gemm})
     rates = {(n, w): f"{rate:.4g}" for n, w, rate in machine.gemm}
     products = [("TFLOP/s, tokens x width", *(f"{w:8}" for w in widths)),
                 *((str(n), *(rates[n, w] for w in widths)) for n in counts)]
-    return "\n".join([machine.name, as_text(("", rows), right=()), "",
-                      as_text(("", products), right=range(len(widths) + 1)), "",
-                      as_text(("", [("this process", ""), *host_limits().rows()]), right=())])
+    return "\n\n".join([f"{machine.name}\n{as_text(('', describe(machine)), right=())}",
+                        as_text(("", products), right=range(len(widths) + 1)),
+                        as_text(("", [("this process", ""), *host_limits().rows()]), right=())])
 
 
 def store(machine: Machine, path: Path | None = None) -> Path:

@@ -7,23 +7,21 @@ as there are ranks in all, and each is on its owner's machine alone.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..base.errors import MegatrainError, check_count
+from ..base.errors import MegatrainError
 from ..base.modes import DELIVERIES, HOMES, moved_bytes
 from ..figures.tables import Tier
 from ..group import between
 from ..store.disk import DISK_BUFFERS
 from .cost import OFFLOAD_DEPTH
 from .machine import SHARED_ADAM, Machine
-from .shapes import Shape
+from .shapes import Unit
 
-OF_ONE_MACHINE = ("disk+weights",)      # homes: weights in files are the portions of one machine's ranks
 CUT = ("masters", "moments", "gradients", "sums")       # planes of which each rank has its part; weights are whole
-PER_RANK = ("activations", DISK_BUFFERS)                # of host memory, what each rank has for itself
 ADDED_BYTES = 14                # per parameter in host memory: a further micro-batch's sum
 PAIR_BYTES = 200 << 20          # of a communicator of two ranks, one of each direction between machines: 389 MiB with
                                 # all channels that NCCL opens, of which it is let have 8
@@ -56,15 +54,6 @@ class Fleet:
         """In front of what is said of one GPU."""
         return "" if self.alone else f"{self}, each with "
 
-    def offers(self, *homes: str) -> bool:
-        """May units be at home in all of these?"""
-        return self.alone or set(homes) <= set(self.homes)
-
-    @property
-    def homes(self) -> tuple[str, ...]:
-        """That it offers, of several."""
-        return tuple(home for home in HOMES if self.machines == 1 or home not in OF_ONE_MACHINE)
-
     def tiers(self, machine: Machine, vram: dict[str, int], host: dict[str, int]) -> list[Tier]:
         """(title, bytes by what they hold, bytes there are) of both memories, or of both parts of the only one."""
         device = "host memory as device memory" if machine.one_memory else "device memory"
@@ -80,7 +69,7 @@ class Fleet:
         planes = dict(planes)
         if "staging" in planes:                         # each rank's part of a sum, in fp32
             planes["staging"] = -(-2 * planes["staging"] // self.machines)
-        return {what: -(-n // self.machines) if what in CUT else n * (self.gpus if what in PER_RANK else 1)
+        return {what: -(-n // self.machines) if what in CUT else n * (self.gpus if what == DISK_BUFFERS else 1)
                 for what, n in planes.items()}
 
     def on_drive(self, planes: int, padding: int) -> tuple[int, int]:
@@ -124,16 +113,6 @@ class Fleet:
             disk_read_gbps=machine.disk_read_gbps / g, disk_write_gbps=machine.disk_write_gbps / g,
             host_overhead_bytes=machine.host_overhead_bytes * g)
 
-    def memory(self, machine: Machine) -> float:
-        """Bytes/s of the host's memory for one GPU's copies; 0: it has enough."""
-        return 0.0 if self.alone else host_rate(machine) / self.gpus
-
-    def memory_s(self, machine: Machine, states: str, trained: float, micro: int) -> float:
-        """Seconds in which a step's updates and sums have that memory. trained: parameters updated by all hosts."""
-        own = trained / self.machines * moved_bytes(states)
-        added = (micro - 1) * trained / self.machines * ADDED_BYTES
-        return 0.0 if self.alone else (own + added) / host_rate(machine)
-
 
 def host_rate(machine: Machine) -> float:
     """Bytes/s of the host's memory, read plus written; unless stated, what AdamW and copies were seen to take."""
@@ -142,13 +121,6 @@ def host_rate(machine: Machine) -> float:
 
 
 ALONE = Fleet()
-
-
-def fleet_of(gpus: int, machines: int) -> Fleet:
-    """Raises: they are no counts."""
-    check_count(gpus, "gpus")
-    check_count(machines, "machines")
-    return Fleet(gpus, machines)
 
 
 def check_delivery(fleet: Fleet, delivery: str | None) -> str:
@@ -163,10 +135,10 @@ def check_delivery(fleet: Fleet, delivery: str | None) -> str:
 
 def check_homes(fleet: Fleet, homes: Iterable[str | None], grads: str) -> None:
     """Raises: several ranks, and a home that units cannot have there, or gradients that are kept nowhere."""
-    asked = [home for home in homes if home is not None]
-    if words := [f"homes={home!r}" for home in HOMES if home in asked and not fleet.offers(home)]:
-        raise MegatrainError(f"{words[0]}, with {fleet}: units are at home in {', '.join(map(repr, fleet.homes))} "
-                             "there; leave it out, or plan one machine")
+    if fleet.machines > 1 and "disk+weights" in homes:      # weights in files are portions of one machine's ranks
+        rest = ", ".join(repr(home) for home in HOMES if home != "disk+weights")
+        raise MegatrainError(f"homes='disk+weights', with {fleet}: units are at home in {rest} there; leave it out, or "
+                             "plan one machine")
     if grads == "none" and not fleet.alone:
         raise MegatrainError(f"grads='none', with {fleet}: what several processes' gradients add up to waits in host "
                              "memory for its update; leave it out, or plan one GPU")
@@ -184,8 +156,10 @@ class Exchange:
     to the others', through the devices.
     """
 
-    def __init__(self, shape: Shape, machine: Machine, fleet: Fleet, delivery: str = "whole") -> None:
-        units, zeros = shape.units, np.zeros(len(shape.units))
+    def __init__(self, units: Sequence[Unit], fetches: Sequence[int], machine: Machine, fleet: Fleet, delivery: str
+                 ) -> None:
+        """fetches: bytes of one, by unit."""
+        zeros = np.zeros(len(units))
         self.parts = fleet.gpus if delivery == "shards" else 1      # in so many each unit's weights are fetched
         self.gradients = np.array([u.gradients for u in units], dtype=np.int64)
         self.home = self.gradients              # bytes of a micro-batch's gradients that cross to the host
@@ -214,7 +188,7 @@ class Exchange:
         network, crossing = machine.network_gbps * 1e9, self.gradients * ((m - 1) / m)
         self.network_s = across / network
         self.lost_s = (leaving + across / g) / (machine.lost_gbps * 1e9)
-        given = np.array([u.crossing for u in units]) * ((self.parts - 1) / self.parts)
+        given = np.array(fetches) * ((self.parts - 1) / self.parts)
         self.gather_s, self.held_s = given / links, given / (machine.lost_gbps * 1e9)
         # Each GPU's part leaves over it, and each of other machines comes over one: in pieces, of which one crosses the
         # network while others are copied.

@@ -241,7 +241,7 @@ class Machine:
         its host, None: as here."""
         found = min(_cards(), key=lambda m: (abs(math.log(m.vram_bytes / vram)) // 0.06, max(r for *_, r in m.gemm)))
         return dataclasses.replace(found, name=f"some card of {show_bytes(vram)} (as {found.name})", vram_bytes=vram,
-                                   host_bytes=host or host_limit_bytes())
+                                   host_bytes=host or host_limits().in_all)
 
     @staticmethod
     def listing() -> str:
@@ -360,19 +360,18 @@ def resolve(machine: Machine | str | None) -> Machine:
     to its GPU; without a GPU its CPU device, which "cpu" is too. Raises MegatrainError as Machine.parse."""
     if isinstance(machine, Machine):
         return machine
-    if machine is not None:
-        return _cpu_here() if machine.strip() == "cpu" else Machine.parse(machine)
-    stored = _of_file(store_path()) if store_path().is_file() else None
-    return stored or _nearest() or _cpu_here()
-
-
-def _cpu_here() -> Machine:
-    """The CPU device, with the stored rates where they are its own. Its memory is the host's: a plan has half each."""
-    stored = _of_file(store_path()) if store_path().is_file() else None
-    if stored and stored.device == "cpu":
+    if machine is not None and machine.strip() != "cpu":
+        return Machine.parse(machine)
+    stored, host = _of_file(store_path()) if store_path().is_file() else None, host_limits().in_all
+    if stored and (machine is None or stored.device == "cpu"):
         return stored
-    half = host_limit_bytes() // 2
-    return dataclasses.replace(MACHINES["cpu"], host_bytes=half, vram_bytes=half)
+    if machine is None and torch.cuda.is_available():
+        gpu, vram = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
+        name = described_gpu(gpu) or min(_cards(), key=lambda m: abs(m.vram_bytes - vram)).name
+        parts = 2 if MACHINES[name].one_memory else 1
+        return dataclasses.replace(MACHINES[name], name=f"{gpu} (as {name})", vram_bytes=vram // parts,
+                                   host_bytes=host // parts)
+    return dataclasses.replace(MACHINES["cpu"], host_bytes=host // 2, vram_bytes=host // 2)     # one memory: half each
 
 
 def _cards() -> list[Machine]:
@@ -380,33 +379,10 @@ def _cards() -> list[Machine]:
     return [m for m in MACHINES.values() if m.device == "cuda" and not m.one_memory]
 
 
-def _nearest() -> Machine | None:
-    """The description of torch's GPU, by name or nearest memory, with this machine's memory; None: no GPU."""
-    if not torch.cuda.is_available():
-        return None
-    gpu, vram = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
-    name = described_gpu(gpu) or min(_cards(), key=lambda m: abs(m.vram_bytes - vram)).name
-    found, host = MACHINES[name], host_limit_bytes()
-    part = (vram // 2, host // 2) if found.one_memory else (vram, host)
-    return dataclasses.replace(found, name=f"{gpu} (as {name})", vram_bytes=part[0], host_bytes=part[1])
-
-
 def described_gpu(gpu: str) -> str | None:
     """The description of a GPU that torch calls so."""
     words = gpu.lower().replace("-", " ")
     return next((name for part, name in CALLED if re.search(rf"\b{part}\b", words)), None)
-
-
-def host_limit_bytes() -> int:
-    """Memory this process may use: the machine's, or less where a limit says so (limits.py)."""
-    return host_limits().in_all
-
-
-def host_now(machine: Machine) -> int:
-    """Bytes of host memory for a plan: where the machine is this one, those that other processes leave now."""
-    cuda = torch.cuda.is_available()
-    here = machine.device == ("cuda" if cuda else "cpu") and (not cuda or torch.cuda.get_device_name() in machine.name)
-    return min(machine.host_bytes, host_limits().within) if here else machine.host_bytes
 
 
 # ---- descriptions --------------------------------------------------------------------------------

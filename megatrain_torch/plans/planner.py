@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import html
 import itertools
 import math
 import re
@@ -23,7 +22,7 @@ import torch
 from torch import nn
 
 from ..base.errors import MegatrainError, check_count
-from ..base.limits import PLANNED_SHARE, parse_bytes, show_bytes, without_margin
+from ..base.limits import PLANNED_SHARE, host_limits, parse_bytes, show_bytes, without_margin
 from ..base.modes import (
     DISK,
     DISKS,
@@ -35,19 +34,19 @@ from ..base.modes import (
     check_states,
     read,
 )
-from ..figures.tables import Table, Tier, as_html, as_text, bytes_table, draw_tiers, tiers_as_html
-from ..figures.timeline import LANES
+from ..figures.report import LANES
+from ..figures.tables import Shown, Table, Tier, bytes_table, draw_tiers
 from ..store.disk import FROZEN, PADDING, SPILLED, YEAR_S, Disk
 from .changes import refusal
-from .fleet import Fleet, check_delivery, check_homes, fleet_of
-from .machine import DRIVE, DRIVE_NAME, Machine, host_now, resolve
+from .fleet import Fleet, check_delivery, check_homes
+from .machine import DRIVE, DRIVE_NAME, Machine, resolve
 from .search import OVERHEAD, Choice, Problem, Timing, Wishes, solve
 from .shapes import Shape, shapes_of
 from .tally import LENT
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Shown):
     """A choice for each unit and window, and what it is predicted to take. `mt.stream(model, plan=...)` does it.
 
     Attributes:
@@ -170,14 +169,13 @@ class Plan:
         Raises:
             MegatrainError: matplotlib is not installed.
         """
-        draw_tiers(path, _headline(self), self.tiers)
+        draw_tiers(path, self._head(), self.tiers)
 
-    def __str__(self) -> str:
-        return "\n\n".join([_headline(self), *map(as_text, _tables(self))])
+    def _head(self) -> str:
+        return _headline(self)
 
-    def _repr_html_(self) -> str:
-        head = "".join(f"<p>{html.escape(line)}</p>" for line in _headline(self).splitlines())
-        return head + tiers_as_html(self.tiers) + "".join(as_html(*t) for t in _tables(self))
+    def _tables(self) -> list[Table]:
+        return _tables(self)
 
 
 def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = None, vram: int | str | None = None,
@@ -221,14 +219,14 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
             table of what needs least and the fastest changes with which it fits; of the exception, `changes` has the
             arguments that would do, each alone, and `ways` those that would together, the fastest first.
     """
-    disk, fleet = Disk.parse(nvme, somewhere=True), fleet_of(gpus, machines)
-    _check_words(tokens, seq, micro, slots, disk is None, compute=compute, homes=homes, activations=activations,
-                 grads=grads)
+    disk, fleet = Disk.parse(nvme, somewhere=True), Fleet(gpus, machines)
+    _check_words(tokens, seq, micro, slots, gpus, machines, disk is None, compute=compute, homes=homes,
+                 activations=activations, grads=grads)
     wishes = Wishes(tokens, seq, compute != "eager", homes, activations, slots, micro,
                     None if disk is None else disk.room(), grads, states=check_states(states), fleet=fleet,
                     delivery=check_delivery(fleet, delivery), caches=use_cache)
     check_homes(fleet, homes.values() if isinstance(homes, dict) else [homes], grads)
-    limits = _limits(machine, vram, host, check_products(products, compute))
+    whole, limits = _limits(machine, vram, host, check_products(products, compute))
     shape_with = shapes_of(model, dtype=dtype, units=units, layers=layers, products=products, base=base,
                            adapter=adapter, device=limits.device)
     if compute == "auto" and products == "bf16":       # as mt.stream has it
@@ -236,19 +234,21 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         wishes = dataclasses.replace(wishes, fused=limits.device == "cuda" and halves)
     problem, best, shape_with, experts = _best(shape_with, limits, wishes, experts)
     if best is None:
-        raise refusal(problem, resolve(machine), shape_with)
+        raise refusal(problem, whole, shape_with)
     problem, best = _delivered(problem, *best, delivery)
     return _plan(problem, *best, nvme=disk, disk_room=wishes.nvme or 0, products=products, experts=experts,
                  assumed=not isinstance(model, nn.Module))
 
 
-def _check_words(tokens: int, seq: int, micro: int | None, slots: int | None, memory: bool, **words: Any) -> None:
+def _check_words(tokens: int, seq: int, micro: int | None, slots: int | None, gpus: int, machines: int, memory: bool,
+                 **words: Any) -> None:
     """Raises MegatrainError where numbers, or words of plan's arguments, are none that it takes. memory: no disk."""
     for name, known in (("homes", DISKS), ("activations", DISK)):
         if memory and isinstance(words[name], str) and words[name] in known:
             raise MegatrainError(f"{name}={words[name]!r}: give the directory, nvme='/path'")
-    for name, value, least in (("tokens", tokens, 1), ("seq", seq, 1), ("micro", micro, 1), ("slots", slots, 2)):
-        if value is not None or name in ("tokens", "seq"):
+    for name, value, least in (("gpus", gpus, 1), ("machines", machines, 1), ("tokens", tokens, 1), ("seq", seq, 1),
+                               ("micro", micro, 1), ("slots", slots, 2)):
+        if value is not None or name not in ("micro", "slots"):
             check_count(value, name, least)
     if tokens % seq:
         raise MegatrainError(f"tokens={tokens}, seq={seq}: a step is a whole number of sequences; "
@@ -264,14 +264,19 @@ def _check_words(tokens: int, seq: int, micro: int | None, slots: int | None, me
         raise MegatrainError("grads='none': gradients that are kept nowhere are used at once: one micro-batch")
 
 
-def _limits(machine: Machine | str | None, vram: int | str | None, host: int | str | None, products: str) -> Machine:
-    """The machine, with as much memory as a plan may use."""
-    limits = resolve(machine)
-    if products == "fp8" and not limits.fp8_gain:
-        raise MegatrainError(f"products='fp8': {limits.name} has no products of 8-bit codes; use products='bf16'")
-    here = host_now(limits) if machine is None else limits.host_bytes
-    most = parse_bytes(host, "host") or without_margin(here, PLANNED_SHARE)
-    return limits.with_limits(parse_bytes(vram, "vram"), most)
+def _limits(machine: Machine | str | None, vram: int | str | None, host: int | str | None, products: str
+            ) -> tuple[Machine, Machine]:
+    """The machine, and with as much memory as a plan may use."""
+    whole = resolve(machine)
+    if products == "fp8" and not whole.fp8_gain:
+        raise MegatrainError(f"products='fp8': {whole.name} has no products of 8-bit codes; use products='bf16'")
+    there = whole.host_bytes
+    if machine is None:                                 # this one: what other processes leave
+        cuda = torch.cuda.is_available()
+        if whole.device == ("cuda" if cuda else "cpu") and (not cuda or torch.cuda.get_device_name() in whole.name):
+            there = min(there, host_limits().within)
+    most = parse_bytes(host, "host") or without_margin(there, PLANNED_SHARE)
+    return whole, whole.with_limits(parse_bytes(vram, "vram"), most)
 
 
 WORTH_SHARDS = 1.03         # by so much faster they must be: each window then waits for all ranks

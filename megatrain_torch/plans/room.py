@@ -177,7 +177,7 @@ class Room:
 
     def let_go(self) -> None:
         """Knows parameters by their form from now on: what is asked later must not keep them alive."""
-        forms = [(name, [(n, _Form(p)) for n, p in own]) for name, own in self.asked.groups]
+        forms = [(name, [(n, _form(p, weakref.ref(p))) for n, p in own]) for name, own in self.asked.groups]
         self.asked = dataclasses.replace(self.asked, groups=forms)
 
     def states(self, core: _core.Engine) -> None:
@@ -231,20 +231,21 @@ class Room:
 
     def saving(self, core: _core.Engine, held: list[tuple[int, int]], blocks: int) -> None:
         """Asks for what mt.save takes while it runs. held: (unit, planes that are saved, a bit each)."""
-        need = _saved(core, held, blocks)
-        if self.limit is None and (bound := shortage(sum(need.values()))) is not None:
-            raise _short(self.asked, "to save", need, bound, {}, "a smaller spare=, if one was given", "smaller units")
+        self._ask("to save", _saved(core, held, blocks), "a smaller spare=, if one was given", "smaller units")
 
     def activations(self, core: _core.Engine, nbytes: int, bays: int = 1) -> None:
         """Asks for a window's activations, which are about to wait in host memory, or to pass through bays of it."""
         kept, used = core.swap_bytes()
         nbytes = bays * nbytes
-        if self.limit is not None or used + nbytes <= kept:
-            return
-        nbytes = min(nbytes, used + nbytes - kept) if bays > 1 else nbytes
-        if (bound := shortage(nbytes)) is not None:
-            raise _short(self.asked, "for activations", {"kept from one window": nbytes}, bound, {},
-                         "activations that stay on the device, or are run again", "fewer tokens a micro-batch")
+        if used + nbytes > kept:
+            nbytes = min(nbytes, used + nbytes - kept) if bays > 1 else nbytes
+            self._ask("for activations", {"kept from one window": nbytes},
+                      "activations that stay on the device, or are run again", "fewer tokens a micro-batch")
+
+    def _ask(self, what: str, need: dict[str, int], *words: str) -> None:
+        """Of what comes and goes, which a user's limit does not count."""
+        if self.limit is None and (bound := shortage(sum(need.values()))) is not None:
+            raise _short(self.asked, what, need, bound, {}, *words)
 
     def spare(self, core: _core.Engine) -> int:
         """Bytes of host memory that no plane will take, now or later: free, or in bays for activations already."""
@@ -271,31 +272,12 @@ def _saved(core: _core.Engine, held: list[tuple[int, int]], blocks: int) -> dict
     return {"copies of a unit": max(brought, default=0), "blocks to be written": blocks}
 
 
-class _Form:
-    """A parameter's form, for unit_bytes. The parameter is known weakly. frozen: as if it were not trained."""
-
-    def __init__(self, p: torch.Tensor, frozen: bool = False) -> None:
-        self.dtype, self._numel, self._floating, self._param, self._frozen = (
-            p.dtype, p.numel(), p.is_floating_point(), weakref.ref(p), frozen)
-        self.shape, self._stride, self.stands = p.shape, p.stride(), getattr(p, "stands", None)
-
-    def dim(self) -> int:
-        return len(self.shape)
-
-    def stride(self, dim: int | None = None) -> Any:
-        return self._stride if dim is None else self._stride[dim]
-
-    def numel(self) -> int:
-        return self._numel
-
-    def is_floating_point(self) -> bool:
-        return self._floating
-
-    @property
-    def requires_grad(self) -> bool:
-        param = self._param()
-        with torch._C.DisableTorchFunctionSubclass():
-            return not self._frozen and param is not None and param.requires_grad
+def _form(p: torch.Tensor, live: weakref.ref[torch.Tensor] | None = None) -> Any:
+    """A parameter's form, for unit_bytes. live: the parameter, which may be frozen later; None: it is frozen."""
+    with torch.inference_mode(False):        # its requires_grad follows the parameter's, see Asked
+        form: Any = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
+    form.stands, form.live = getattr(p, "stands", None), live
+    return form
 
 
 # ---- refusing ------------------------------------------------------------------------------------
@@ -351,7 +333,7 @@ def _changes(asked: Asked, fits: Callable[[Asked], bool], over: int, free_on_dev
         found["nvme"] = file_bytes(filed)
     trained = sum(u.trained for u in asked.units())
     states = sum(asked.planes().values()) - sum(u.weights for u in asked.units())
-    frozen = [(name, [(n, _Form(p, frozen=True)) for n, p in own]) for name, own in asked.groups]
+    frozen = [(name, [(n, _form(p)) for n, p in own]) for name, own in asked.groups]
     if trained and over < states and fits(dataclasses.replace(asked, groups=frozen)):
         found["frozen"] = math.ceil(over * trained / states)
     return found

@@ -12,7 +12,6 @@ import functools
 import itertools
 import math
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -20,22 +19,11 @@ from typing import Any, NamedTuple
 
 from .. import _core
 from ..base.modes import DISK, DISKS, HOMES, KEEPS, LINKED, MODES, moved_bytes, read
-from ..figures.report import OWN
-from ..figures.timeline import LANES, WAITS
-from ..store.disk import (
-    BAYS,
-    BUNDLE_PADDING_BYTES,
-    FEED_BYTES,
-    FROZEN,
-    MEMORY_BYTES,
-    PADDING,
-    POOL,
-    SPILLED,
-    unit_file_bytes,
-)
+from ..figures.report import LANES, OWN, WAITS
+from ..store.disk import BAYS, BUNDLE_PADDING_BYTES, FEED_BYTES, MEMORY_BYTES, POOL, SPILLED
 from ..store.planes import AHEAD, STAY
 from .cost import CACHE_SHARE, OFFLOAD_DEPTH, STAGINGS, Cost, cost_of
-from .fleet import ALONE, Exchange, Fleet
+from .fleet import ADDED_BYTES, ALONE, Exchange, Fleet, host_rate
 from .machine import Machine
 from .shapes import Shape
 from .tally import LENT, SETTLED, THROUGH_BYTES, Tally
@@ -128,12 +116,17 @@ class Problem:
     """A model on a machine for given tokens. most: choices that are walked."""
 
     def __init__(self, shape: Shape, machine: Machine, wishes: Wishes, most: int = MOST_SIMULATIONS) -> None:
-        if not wishes.fused and any(u.fetched for u in shape.units):
-            shape = shape.without_templates()
         self.shape, self.machine, self.wishes, self.most = shape, machine, wishes, most
         self.seen = wishes.fleet.seen(machine)      # as one of its GPUs sees it beside the others
-        self.tally = Tally(shape.units, wishes.grads == "ram", wishes.lent, not wishes.fleet.alone)
-        self.exchange = Exchange(shape, self.seen, wishes.fleet, wishes.delivery)
+        self.tally = Tally(shape.units, wishes.fleet, wishes.grads == "ram", wishes.lent)
+        # Bytes of a fetch: pieces of experts come for a forward, its repetition, and gradients; a template has the last
+        # two at once.
+        own = {u for w in shape.windows if w.template is None for u in w.units}
+        self.crossing = [u.weights + (sum(u.fetched[:1]) if wishes.fused and i not in own else sum(u.fetched[1:]) // 2)
+                         for i, u in enumerate(shape.units)]
+        self.exchange = Exchange(shape.units, self.crossing, self.seen, wishes.fleet, wishes.delivery)
+        # Bytes/s of the host's memory for one GPU's copies; 0: it has enough.
+        self.memory_rate = 0.0 if wishes.fleet.alone else host_rate(self.seen) / wishes.fleet.gpus
         self.depth = OFFLOAD_DEPTH if wishes.grads == "ram" else min(OFFLOAD_DEPTH, wishes.lent)
         self.host_rate = self.seen.adam_rate(states=wishes.states)
         self.through_rate = self.seen.through_rate(wishes.states, alone=wishes.homes == "through")
@@ -143,8 +136,6 @@ class Problem:
             for u in window.units:
                 self.first.setdefault(u, w)
                 self.last[u] = w
-        self.files = {home: [wishes.fleet.on_drive(*unit_file_bytes(unit, home)) for unit in shape.units]
-                      for home in DISKS}
         self._costs: dict[int, list[Cost]] = {}
 
     # ---- what windows cost ----
@@ -180,60 +171,33 @@ class Problem:
 
     def host_bytes(self, homes: Sequence[str], micro: int, modes: Sequence[str] = ()) -> dict[str, int]:
         """By plane, and what is there besides; modes: with the activations of these."""
-        fleet = self.wishes.fleet
         kept = self.memory(micro, modes)[5] if modes else 0
-        return {OVERHEAD: self.seen.host_overhead_bytes, **fleet.on_host(self.tally.host(homes, micro)),
-                **fleet.on_host({"activations": kept})}
+        return {OVERHEAD: self.seen.host_overhead_bytes, **self.tally.host(homes, micro),
+                "activations": kept * self.wishes.fleet.gpus}
 
     def disk_bytes(self, homes: Sequence[str], micro: int, modes: Sequence[str] = ()) -> dict[str, int]:
         """On disk, by plane, and between them; modes: with the activations of these."""
-        spilled = self.memory(micro, modes)[6] if modes else 0
-        total = {SPILLED: spilled * self.wishes.fleet.gpus} if spilled else {}
-        kinds = Counter((self.tally.alike[u], home) for u, home in enumerate(homes) if home in DISKS)
-        for (u, home), count in kinds.items():
-            unit, planes = self.shape.units[u], {}
-            if home == "disk+weights":
-                planes = {"weights": unit.gradients, FROZEN: unit.weights - unit.gradients}
-            planes = {what: self.wishes.fleet.on_drive(n, 0)[0] for what, n in (planes | unit.visiting).items()}
-            for what, n in (planes | {PADDING: self.files[home][u][1]}).items():
-                total[what] = total.get(what, 0) + n * count
-        return total
+        spilled = self.memory(micro, modes)[6] * self.wishes.fleet.gpus if modes else 0
+        return ({SPILLED: spilled} if spilled else {}) | self.tally.disk(homes)
 
     def device_bytes(self, choice: Choice) -> dict[str, int]:
         """On the device by what they hold, at the peak of a step."""
         kept, work, flying, peak, early, *_ = self.memory(choice.micro, choice.modes)
-        at_home = self.planes_at_home(choice.homes, choice.micro)
         table = {"context, libraries": self.machine.vram_overhead_bytes,
-                 "slots": sum(self.tally.slots(choice.homes, choice.ring)),
-                 **{f"at home: {plane}": n for plane, n in at_home.items()},
-                 "updates through the device": THROUGH_BYTES * ("through" in choice.homes),
+                 **self.tally.device(choice.homes, choice.ring, choice.micro),
                  **({"exchange between GPUs": n} if (n := self.exchange.buffers) else {}),
                  "activations": kept, "work": work, "gradients under way": flying,
                  "torch's cache": peak - kept - work - flying,
                  **({"key-value cache": n} if (n := self.cache_bytes(choice.micro)) else {})}
-        if visiting := self.visiting(choice.homes):
+        if visiting := self.tally.visiting(choice.homes):
             table["states that arrive, beyond the peak"] = max(visiting + early - peak, 0)
         return table
-
-    def planes_at_home(self, homes: Sequence[str], micro: int) -> dict[str, int]:
-        """Of units at home in VRAM, by plane; what is there all the time."""
-        return self.wishes.fleet.on_device(self.tally.at_home(homes, micro))
 
     def cache_bytes(self, micro: int) -> int:
         """On the device, of keys and values that a micro-batch's output keeps for as long as it lives."""
         w = self.wishes
         each = sum(window.template.cached for window in self.shape.windows if window.template is not None)
         return w.tokens // micro * each if w.caches and w.fused else 0
-
-    def visiting(self, homes: Sequence[str]) -> int:
-        """Bytes of states that arrive."""
-        return sum(n for n, home in zip(self._states, homes) if home == "arrive")
-
-    @functools.cached_property
-    def _states(self) -> list[int]:
-        """By unit, bytes that arrive for its update."""
-        return [sum(self.wishes.fleet.on_device(u.visiting).values()) * bool(u.trained)
-                for u in self.shape.units]
 
     def memory(self, micro: int, modes: Sequence[str]) -> tuple[int, ...]:
         """Of what windows keep: see mt_memory_of in walk/search.h."""
@@ -248,8 +212,6 @@ class Problem:
         classes = [some for some in (1, 2) if any(min(k, 2) == some for k in self.micro_counts)]
         besides = self.machine.vram_overhead_bytes + self.exchange.buffers
         for homes in self._homes():
-            if not fleet.offers(*set(homes)):
-                continue
             placed = {k: self._with_disk(homes, k) for k in classes}
             through = [] if isinstance(asked, dict) else self._through(homes)
             sent = tuple("through" if u in through else home for u, home in enumerate(homes)) if through else None
@@ -261,7 +223,7 @@ class Problem:
                     if "through" in way and not set(DISKS).isdisjoint(placed[k]):
                         continue        # the drive is what a step waits for, and states there are not in memory
                     here = way if way is sent else placed[k]
-                    planes = besides + sum(self.planes_at_home(here, k).values())
+                    planes = besides + sum(self.tally.at_home(here, k).values())
                     room = (self.wishes.nvme or 0) - sum(self.disk_bytes(here, k).values())
                     found.append(Row(here, k > 1, planes + THROUGH_BYTES * ("through" in way),
                                      sum(self.host_bytes(here, k).values()), room // fleet.gpus))
@@ -300,7 +262,7 @@ class Problem:
         if asked.homes or asked.grads == "none" or not self.through_rate or not asked.fleet.alone:
             return frozenset()
         # States that arrive take the same way, and come first.
-        device_s = 2 * self.visiting(homes) / (self.seen.both_gbps * 1e9)
+        device_s = 2 * self.tally.visiting(homes) / (self.seen.both_gbps * 1e9)
         host_s, found = 0.0, []
         for u in away:
             there, here = device_s + units[u].trained / self.through_rate, host_s + units[u].trained / self.host_rate
@@ -317,12 +279,14 @@ class Problem:
         if w.nvme is None or w.homes == "through" or isinstance(w.homes, dict):
             return homes
         forced, room, states, filed = w.homes in DISKS, w.nvme, [], []
+        # Bytes that host memory lacks; of what is asked to be on disk, anything.
         over = 1 if forced else sum(self.host_bytes(homes, micro).values()) - self.seen.host_bytes
         if over <= 0:
             return homes
-        memory, order = MEMORY_BYTES * fleet.gpus, self._last_used(homes)
+        memory, order, files = MEMORY_BYTES * fleet.gpus, self._last_used(homes), self.tally.files
         for u in order:
-            planes, padding = self.files["disk"][u]
+            planes, padding = files["disk"][u]
+            # Buffers of the disk take host memory as soon as one unit is there.
             if over + memory * bool(states) <= 0 or planes + padding > room:
                 break
             if planes:
@@ -330,11 +294,11 @@ class Problem:
                 room -= planes + padding
                 over -= planes * (not forced)
         enough = not forced and over + memory * bool(states) <= 0
-        if not (w.homes == "disk" or enough) and fleet.offers("disk+weights"):
+        if not (w.homes == "disk" or enough) and fleet.machines == 1:
             over += 0 if forced else (MEMORY_BYTES + FEED_BYTES) * fleet.gpus
             for u in order:
                 unit = self.shape.units[u]
-                more = sum(self.files["disk+weights"][u]) - (sum(self.files["disk"][u]) if u in states else 0)
+                more = sum(files["disk+weights"][u]) - (sum(files["disk"][u]) if u in states else 0)
                 if over <= 0 or more > room or (u not in states and unit.trained):
                     break
                 filed.append(u)
@@ -352,7 +316,11 @@ class Problem:
         them. Where updates follow gradients that are kept nowhere, any first few are spread over the model (van der
         Corput's sequence): the drive has the time between them, and a backward waits for each."""
         order = [u for u in reversed(self.first) if homes[u] == "ram"]
-        return order if self.wishes.grads == "ram" else [order[at] for at in _spread(len(order))]
+        if self.wishes.grads == "ram":
+            return order
+        bits = len(order).bit_length()
+        spread = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits))
+        return [order[at] for at in spread if at < len(order)]
 
     @functools.cached_property
     def rings(self) -> list[int]:
@@ -460,8 +428,9 @@ class Problem:
         if fleet.alone:
             return 0.0
         trained = sum(float(u.trained) for u, home in zip(self.shape.units, homes) if home not in SETTLED)
-        through = micro * self.exchange.link_bytes / fleet.memory(self.seen)
-        return through + fleet.memory_s(self.seen, self.wishes.states, trained, micro)
+        updated, added = moved_bytes(self.wishes.states), (micro - 1) * trained / fleet.machines * ADDED_BYTES
+        return micro * self.exchange.link_bytes / self.memory_rate \
+            + (trained / fleet.machines * updated + added) / host_rate(self.seen)
 
     # ---- as arrays ----
 
@@ -503,17 +472,17 @@ class Problem:
               "add_s": [n / fleet.machines / (m.add_gparams * 1e9) for n in trained], "device_s": device_s,
               **{name: getattr(exchange, name) for name in (
                   "exchange_s", "network_s", "lost_s", "gather_s", "held_s", "spread_s")}}
-        whole = {"weights": [u.crossing for u in units], "bytes": [u.weights for u in units], "states": self._states,
-                 "gradients": exchange.home.tolist(), "lowered": exchange.lowered.tolist(),
+        whole = {"weights": self.crossing, "bytes": [u.weights for u in units],
+                 "states": self.tally.states, "gradients": exchange.home.tolist(), "lowered": exchange.lowered.tolist(),
                  "raised": exchange.raised.tolist()}
         pieces = any(u.fetched for u in units)
         return {**{name: array("d", found) for name, found in of.items()},
                 **{name: array("q", found) for name, found in whole.items()},
                 "pieces": _lists(u.fetched for u in units), "whole": pieces,
-                "spared": sum(_core.plan_slots([u.crossing for u in units], 2)) if pieces else 0,
+                "spared": sum(_core.plan_slots(self.crossing, 2)) if pieces else 0,
                 "parts": exchange.parts, "peers": exchange.peers, "on_link": exchange.on_link,
                 "h2d": m.h2d_gbps * 1e9, "d2h": m.d2h_gbps * 1e9, "both": m.both_gbps * 1e9, "busy": m.busy_gbps * 1e9,
-                "write": m.disk_write_gbps * 1e9, "read": m.disk_read_gbps * 1e9, "memory": fleet.memory(m),
+                "write": m.disk_write_gbps * 1e9, "read": m.disk_read_gbps * 1e9, "memory": self.memory_rate,
                 "shown": SHOWN_MICRO, "depth": self.depth, "stagings": STAGINGS, "bays": BAYS, "ahead": AHEAD,
                 "stay": STAY, "rest_s": NORM_S, "early": EARLY, "padding": BUNDLE_PADDING_BYTES,
                 "lends": w.lent, "keeps": w.grads == "ram", "most_vram": self.machine.vram_bytes,
@@ -590,10 +559,3 @@ def _pairs(able: Sequence[bool]) -> list[int]:
         if able[w] and able[w + 1] and w - 1 not in found:
             found.append(w)
     return found
-
-
-@functools.cache
-def _spread(n: int) -> tuple[int, ...]:
-    """Numbers below n in van der Corput's order."""
-    bits = n.bit_length()
-    return tuple(place for i in range(1 << bits) if (place := int(f"{i:0{bits}b}"[::-1], 2)) < n)

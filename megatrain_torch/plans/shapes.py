@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.codes import Stands, dense_bytes, elements, format_of, owner_of
+from ..base.codes import dense_bytes, elements, format_of, owner_of
 from ..base.errors import MegatrainError, check_count, check_dtype
 from ..base.modes import KEEPS, LINKED, check_layers, inner, master_bytes, moment_bytes
 from ..base.units import (
@@ -54,7 +54,6 @@ class Unit:
     sums: int                   # ACC, which exists with several micro-batches only
     count: int                  # tensors
     fetched: tuple[int, ...] = ()       # bytes of a slot for what is fetched by itself: some experts at a time
-    again: int = 0              # bytes that cross then in a fetch beside the weights, on average
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -65,11 +64,6 @@ class Unit:
     def visiting(self) -> dict[str, int]:
         """Bytes by plane of what arrives for an update, and leaves."""
         return {"masters": self.masters, "moments": self.moments}
-
-    @property
-    def crossing(self) -> int:
-        """Bytes of a fetch, on average."""
-        return self.weights + self.again
 
 
 @dataclass(frozen=True)
@@ -166,10 +160,6 @@ class Shape:
     def parameters(self) -> int:
         return sum(u.numel for u in self.units)
 
-    def without_templates(self) -> Shape:
-        """As the modules' own code runs it."""
-        return dataclasses.replace(self, units=tuple(_crossing(u, False) for u in self.units))
-
     @property
     def trained(self) -> int:
         return sum(u.trained for u in self.units)
@@ -214,8 +204,7 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
         own = [unit_bytes(name, params, dtype, states, experts=experts) for name, params in groups]
         cut = tuple(_in_pieces(w, modules[w.name], experts) if any(own[u].fetched for u in w.units) else w
                     for w in windows)
-        covered = [all(w.template is not None for w in cut if i in w.units) for i in range(len(own))]
-        return Shape(type(model).__name__, tuple(map(_crossing, own, covered)), cut,
+        return Shape(type(model).__name__, tuple(own), cut,
                      max([usual_experts(params) for _, params in groups], default=0))
 
     return shape_with
@@ -232,13 +221,6 @@ def _in_pieces(w: Window, module: nn.Module, experts: int) -> Window:
     else:
         t = None
     return dataclasses.replace(w, template=t, dense=dense_bytes(module, experts))
-
-
-def _crossing(unit: Unit, covered: bool) -> Unit:
-    """Pieces of experts come for a forward, its repetition, and gradients; a template has the last two at once."""
-    if not unit.fetched:
-        return unit
-    return dataclasses.replace(unit, again=unit.fetched[0] if covered else sum(unit.fetched[1:]) // 2)
 
 
 def _coded(name: str, windows: list[Window]) -> list[Window]:
@@ -313,7 +295,9 @@ def _window(root: nn.Module, configs: list[Any], name: str, module: nn.Module, u
     tables = {id(p) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
               for p in m.parameters(recurse=False)}
     head = output_embeddings(root) is module
-    parameters = {n: p if format_of(p) is None else Stands(p) for n, p in parameters.items()}
+    for n, p in parameters.items():
+        if (format := format_of(p)) is not None:        # by the 16-bit weight that the codes stand for
+            parameters[n] = torch.empty(format.shape(p), dtype=torch.bfloat16, device="meta")
     matrices = {n: p for n, p in parameters.items() if p.dim() > 1 and p.is_floating_point()
                 and not n.endswith("bias") and (head or id(p) not in tables)}
     products = _products(configs, module, matrices, head)

@@ -1,4 +1,4 @@
-"""Bytes of a model's units by plane, in both memories, by where each unit is at home.
+"""Bytes of a model's units by plane, in both memories and on disk, by where each unit is at home.
 
 The one place that adds them up: plans are made of these sums (search.py), refusals and reports tell them. What a plane
 takes is in shapes.py's Unit, as the store lays it out.
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import torch
 from .. import _core
 from ..base.modes import DISKS
 from ..base.units import ALIGN, Group
-from ..store.disk import DISK_BUFFERS, buffer_bytes
+from ..store.disk import BUFFER_BYTES, DISK_BUFFERS, FROZEN, PADDING, PADDING_BYTES, buffer_bytes
 from .cost import STAGINGS
 from .fleet import ALONE, Fleet
 from .shapes import Unit, unit_bytes
@@ -32,15 +33,19 @@ PAGE = os.sysconf("SC_PAGESIZE")
 
 
 class Tally:
-    """Sums of bytes. Homes are given by unit, as base/modes.py has them. keeps: gradients have planes; else they pass
-    through `lent` buffers of a size, in either memory. shared: several processes have the units: weights are in host
-    memory whatever their homes, and on the devices sums of gradients are there from the first micro-batch on."""
+    """Sums of bytes: of one machine's host memory and drive, and of one GPU's memory. Homes are given by unit, as
+    base/modes.py has them. fleet: the processes that have the units; of several, weights are in host memory whatever
+    their homes, and sums of gradients are on the devices from the first micro-batch on. keeps: gradients have planes;
+    else they pass through `lent` buffers of a size, in either memory."""
 
-    def __init__(self, units: Sequence[Unit], keeps: bool = True, lent: int = LENT, shared: bool = False) -> None:
-        self.units, self.keeps, self.most_lent, self.shared = units, keeps, lent, shared
+    def __init__(self, units: Sequence[Unit], fleet: Fleet = ALONE, keeps: bool = True, lent: int = LENT) -> None:
+        self.units, self.fleet, self.keeps, self.most_lent = units, fleet, keeps, lent
         known: dict[Unit, int] = {}             # of units with the same bytes the first: sums are over few kinds
         self.alike = [known.setdefault(dataclasses.replace(unit, name=""), u) for u, unit in enumerate(units)]
         self._known: dict[tuple[int, str, bool, bool], tuple[dict[str, int], dict[str, int]]] = {}
+        # By unit: of states that arrive for its update; (planes, at most between them) of a machine's drive, by home.
+        self.states = [sum(fleet.on_device(u.visiting).values()) * bool(u.trained) for u in units]
+        self.files = {home: [self._file(unit, home == "disk+weights") for unit in units] for home in DISKS}
 
     def host(self, homes: Sequence[str], micro: int, copied: bool = False) -> dict[str, int]:
         """In host memory, by plane and beside planes. copied: with copies of what lives on the device."""
@@ -52,18 +57,41 @@ class Tally:
         if micro > 1:
             total["staging"] = STAGINGS * max(
                 [self.units[u].gradients for u, home in set(zip(self.alike, homes)) if home not in SETTLED], default=0)
+        return self.fleet.on_host(total)
+
+    def _file(self, unit: Unit, weights: bool) -> tuple[int, int]:
+        """Planes begin at whole blocks of it."""
+        planes = unit.masters + unit.moments + unit.weights * weights
+        return self.fleet.on_drive(planes, (unit.count + planes // BUFFER_BYTES + 1) * PADDING_BYTES * bool(planes))
+
+    def disk(self, homes: Sequence[str]) -> dict[str, int]:
+        """On disk, by plane, and between them."""
+        total: dict[str, int] = {}
+        for (u, home), count in Counter((self.alike[u], home) for u, home in enumerate(homes) if home in DISKS).items():
+            unit, planes = self.units[u], {}
+            if home == "disk+weights":
+                planes = {"weights": unit.gradients, FROZEN: unit.weights - unit.gradients}
+            planes = {what: self.fleet.on_drive(n, 0)[0] for what, n in (planes | unit.visiting).items()}
+            for what, n in (planes | {PADDING: self.files[home][u][1]}).items():
+                total[what] = total.get(what, 0) + n * count
         return total
+
+    def device(self, homes: Sequence[str], ring: int, micro: int) -> dict[str, int]:
+        """On the device, activations left out; around updates there are `visiting` besides."""
+        return {"slots": sum(self.slots(homes, ring)),
+                **{f"at home: {plane}": n for plane, n in self.at_home(homes, micro).items()},
+                "updates through the device": THROUGH_BYTES * ("through" in homes)}
 
     def at_home(self, homes: Sequence[str], micro: int) -> dict[str, int]:
         """On the device by plane, of units that live there, all the time; weights too, which are in their slots."""
         total = self._sum(homes, micro > 1, False, 1)
         if not self.keeps and total:
             total["gradients"] = sum(self.lent(homes, settled=True))
-        return total
+        return self.fleet.on_device(total)
 
     def visiting(self, homes: Sequence[str]) -> int:
         """On the device around updates: states that arrive."""
-        return sum(u.masters + u.moments for u, home in zip(self.units, homes) if home == "arrive")
+        return sum(n for n, home in zip(self.states, homes) if home == "arrive")
 
     def slots(self, homes: Sequence[str], ring: int) -> list[int]:
         """Of those that stream."""
@@ -96,7 +124,7 @@ class Tally:
             return (here | grads if home in DISKS else here | states | grads), {}
         host = (states | (weights if unit.masters else {})) if copied else states if home == "arrive" else {}
         device = weights | (states if home == "vram" else {}) | (grads if self.keeps else {"sums": grads["sums"]})
-        return host | (weights if self.shared else {}), device
+        return host | ({} if self.fleet.alone else weights), device
 
 
 @dataclass(frozen=True)
@@ -129,6 +157,10 @@ class Asked:
         return self.known[key]
 
     def _key(self) -> tuple[Any, ...]:
+        # A form (room.py) stands for a parameter that may have been frozen since, or thawed.
+        for p in (p for _, own in self.groups for _, p in own if isinstance(getattr(p, "live", None), weakref.ref)):
+            with torch._C.DisableTorchFunctionSubclass():
+                p.requires_grad_((live := p.live()) is not None and live.requires_grad)
         return self.dtype, self.states, self.experts, *(p.requires_grad for _, own in self.groups for _, p in own)
 
     def on_disk(self) -> bool:
@@ -138,7 +170,7 @@ class Asked:
     def tally(self) -> Tally:
         key = "tally", self.keeps, self.lent, *self._key()
         if key not in self.known:
-            self.known[key] = Tally(self.units(), self.keeps, self.lent, not self.fleet.alone)
+            self.known[key] = Tally(self.units(), self.fleet, self.keeps, self.lent)
         return self.known[key]
 
     def slots(self) -> list[int]:
@@ -147,14 +179,11 @@ class Asked:
         return self.tally().slots(self.homes, self.ring) + settled
 
     def device(self) -> dict[str, int]:
-        """Bytes of device memory by what they hold, activations left out."""
-        found = {"slots": sum(self.slots())}
-        at_home = self.fleet.on_device(self.tally().at_home(self.homes, self.micro))
-        found |= {f"at home: {plane}": n for plane, n in at_home.items() if plane != "weights"}
-        if "through" in self.homes:
-            found["updates through the device"] = THROUGH_BYTES
-        visiting = -(-self.tally().visiting(self.homes) // self.fleet.count)
-        return found | ({"states that arrive": visiting} if "arrive" in self.homes else {})
+        """Bytes of device memory by what they hold, activations left out; all weights are in slots."""
+        found = self.tally().device(self.homes, self.ring, self.micro)
+        slots = found.pop("slots") + found.pop("at home: weights", 0)
+        return {"slots": slots} | {what: n for what, n in found.items() if n or what.startswith("at home")} | (
+            {"states that arrive": self.tally().visiting(self.homes)} if "arrive" in self.homes else {})
 
     def at_home(self) -> int:
         """Bytes of device memory that the store takes for units at home there, beside their slots."""
@@ -164,8 +193,6 @@ class Asked:
         """Bytes of host memory by plane, AdamW's states counted in; on the CPU device its memory too."""
         found = self.tally().host(self.homes, self.micro, self.copied)
         found |= {what: n for what, n in self.besides if what not in found}
-        if DISK_BUFFERS in found:
-            found[DISK_BUFFERS] = buffer_bytes(self.homes) * self.fleet.gpus
         return found | ({f"the device's {what}": n for what, n in self.device().items()} if self.on_cpu else {})
 
     def planes(self) -> dict[str, int]:

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import contextlib
-import html
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from .. import _core
 from ..base.limits import host_limits, show_bytes
 from ..base.modes import GRADS, HOMES, MODES, PRODUCTS, SHOWN
 from ..figures.report import COUNTED, StepReport
-from ..figures.tables import Tier, as_text, bytes_table, draw_tiers, tiers_as_html
+from ..figures.tables import Shown, Table, Tier, as_text, bytes_table, draw_tiers
 from ..model.runtime import runtime_of
 from ..optim.states import master
 from ..plans.machine import Machine
@@ -74,7 +73,7 @@ def explain(model: nn.Module) -> str:
 
 
 @dataclass(frozen=True)
-class Storage:
+class Storage(Shown):
     """Bytes that the engine holds for a model. In a notebook it shows itself.
 
     Attributes:
@@ -95,14 +94,11 @@ class Storage:
         """
         draw_tiers(path, self._head(), self.tiers)
 
-    def __str__(self) -> str:
-        return "\n\n".join([self._head(), *(as_text(bytes_table(*tier)) for tier in self.tiers)])
-
-    def _repr_html_(self) -> str:
-        return f"<p>{html.escape(self._head())}</p>{tiers_as_html(self.tiers)}"
-
     def _head(self) -> str:
         return f"{self.model}: units at home " + ", ".join(f"in {home} {n}" for home, n in self.homes.items())
+
+    def _tables(self) -> list[Table]:
+        return [bytes_table(*tier) for tier in self.tiers]
 
 
 def storage(model: nn.Module) -> Storage:
@@ -184,11 +180,11 @@ def measure_machine(device: str | None = None, *, gpus: int = 1, disk: str | Non
     from ..plans import doctor
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    machine, limits = doctor.measure(torch.device(device), say, disk)
+    machine = doctor.measure(torch.device(device), say, disk)
     if gpus > 1:
         say(f"links between {gpus} {'GPUs' if device == 'cuda' else 'processes'}")
         machine = doctor.linked(machine, doctor.measure_links(device, gpus))
-    return machine, doctor.report(machine, limits), doctor.store(machine, None if out is None else Path(out))
+    return machine, doctor.report(machine), doctor.store(machine, None if out is None else Path(out))
 
 
 def choices(argument: str) -> tuple[str, ...]:

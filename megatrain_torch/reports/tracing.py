@@ -17,9 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import _core
 from ..base.errors import MegatrainError
-from ..figures.report import StepReport, measure
-from ..figures.tables import draw_lanes
-from ..figures.timeline import Slice, by_lane, chrome_trace
+from ..figures.report import Slice, StepReport, by_lane, chrome_trace, draw_lanes, measure
 from ..graph.door import UNTRACED
 from ..model.runtime import runtime_of
 from ..store.state import in_backward

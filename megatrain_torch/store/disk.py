@@ -17,7 +17,6 @@ from ..base.limits import parse_bytes, show_bytes, show_size
 from ..base.modes import DISKS
 
 if TYPE_CHECKING:
-    from ..plans.shapes import Unit
     from ..plans.tally import Asked
 
 BUFFERS, BUFFER_BYTES, THREADS = 8, 32 << 20, 16       # of the engine; a drive's queue is full with 64 MiB under way
@@ -64,12 +63,6 @@ class Disk:
         return free if self.limit is None else min(free, self.limit)
 
 
-def unit_file_bytes(unit: Unit, home: str = "disk") -> tuple[int, int]:
-    """(planes of a unit, at most so many bytes between them) in the file: planes begin at whole blocks of it."""
-    planes = unit.masters + unit.moments + (unit.weights if home == "disk+weights" else 0)
-    return planes, PADDING_BYTES * (unit.count + planes // BUFFER_BYTES + 1) if planes else 0
-
-
 def buffer_bytes(homes: Iterable[str]) -> int:
     """Host memory of what passes between the file and units at home in these places."""
     found = set(homes)
@@ -78,8 +71,7 @@ def buffer_bytes(homes: Iterable[str]) -> int:
 
 def file_bytes(asked: Asked) -> int:
     """What is at home on disk takes there, at most; of a machine's drive, all that its processes have."""
-    return sum(sum(asked.fleet.on_drive(*unit_file_bytes(unit, home)))
-               for unit, home in zip(asked.units(), asked.homes) if home in DISKS)
+    return sum(asked.tally().disk(asked.homes).values())
 
 
 def check_room(asked: Asked, disk: Disk | None, spills: bool = False, spilled: int = 0) -> None:

@@ -69,8 +69,8 @@ class Whole:
         """An ordinary parameter of its package's, with the current values."""
         self.records[0].runtime.planes.wait_updates(self.records[0])
         strands = [plain(r.param).clone() for r in self.records]
-        again = self.format.again
-        return self.of(strands) if again is None else again(self.param, dict(zip(self.names, strands)))
+        with torch.no_grad():
+            return self.format.again(self.param, dict(zip(self.names, strands)))
 
 
 def wholes_of(records: list[Record]) -> list[Whole]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import megatrain_torch as mt
-from megatrain_torch.figures.timeline import Slice, by_lane
+from megatrain_torch.figures.report import Slice, by_lane
 
 WIDTH, LAYERS, STEPS = 4096, 4, 6
 APART_NS = 200_000       # what the host's clock and the stamps' may differ by
