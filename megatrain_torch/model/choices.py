@@ -25,7 +25,7 @@ from ..plans import planner
 from ..plans.fleet import Fleet, check_delivery
 from ..plans.planner import Plan
 from ..plans.room import check_device, check_loading, check_weights, loads, to_disk
-from ..plans.tally import LENT, SETTLED, Asked
+from ..plans.tally import LENT, Asked
 from ..store.disk import SPILLED, Disk, check_room
 from ..store.records import DTYPES
 from .runtime import runtimes
@@ -270,9 +270,9 @@ def compute_device(device: str | torch.device | None) -> torch.device:
 
 # ---- does it fit ----
 
-def fitted(asked: Asked, where: torch.device, choices: Choices, host: int | None) -> tuple[Asked, list[int]]:
-    """What is asked for, with homes where they were left open; and bytes of the slots that units take turns in. host:
-    limit of host memory. Raises: it does not fit; the message says what of it, and what would."""
+def fitted(asked: Asked, where: torch.device, choices: Choices, host: int | None) -> Asked:
+    """What is asked for, with homes and slots where they were left open. host: limit of host memory. Raises: it does
+    not fit; the message says what of it, and what would."""
     free = None                              # of the device; not known on the CPU device, whose memory is the host's
     if where.type == "cuda":
         gc.collect()                         # models that were dropped, and their slots
@@ -288,11 +288,11 @@ def fitted(asked: Asked, where: torch.device, choices: Choices, host: int | None
         experts = max([usual_experts(own) for _, own in asked.groups], default=0)
         if experts and sum(dataclasses.replace(asked, ring=2).device().values()) > most:
             asked = dataclasses.replace(asked, experts=experts)
-    sizes = check_device(asked, free, choices.vram)
+    asked = check_device(asked, free, choices.vram)
     check_room(asked, choices.disk, choices.spills, choices.spilled)
     if not choices.itself or choices.plan is not None:
         check_loading(asked, host, choices.plan is not None, most)
-    return asked, sizes[:len(sizes) - len(units_at(asked, *SETTLED))]
+    return asked
 
 
 def _provisional(asked: Asked, host: int | None, most: int | None) -> Asked:
@@ -308,8 +308,3 @@ def _provisional(asked: Asked, host: int | None, most: int | None) -> Asked:
                 return tried
         raise
     return asked
-
-
-def units_at(asked: Asked, *homes: str) -> list[int]:
-    """Numbers of the units that are at home there."""
-    return [i for i, home in enumerate(asked.homes) if home in homes]

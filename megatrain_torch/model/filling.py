@@ -19,12 +19,12 @@ from ..group.ranks import Ranks, as_one, shared
 from ..plans.room import TRIM_BYTES, give_back, own_bytes
 from ..plans.tally import SETTLED, Asked
 from ..store import gradient
-from ..store.disk import file_bytes
 from ..store.guard import StreamedParameter, streamed_kind
 from ..store.records import DTYPES, Record
 from ..store.tensorfiles import Mapped
 from ..store.whole import wholes_of
-from .choices import Choices, units_at
+from .choices import Choices
+from .homes import units_at
 from .several import engine_of
 
 if TYPE_CHECKING:
@@ -46,9 +46,8 @@ def engine(where: torch.device, choices: Choices, ranks: Ranks | None) -> _core.
     return core
 
 
-def declare(rt: Runtime, asked: Asked, ring: list[int], choices: Choices) -> None:
-    """Units, their slots and homes; nothing is in their planes yet. ring: bytes of the slots that units take turns in.
-    """
+def declare(rt: Runtime, asked: Asked, choices: Choices) -> None:
+    """Units, their slots and homes; nothing is in their planes yet."""
     core, options, disk, doors = rt.core, choices.options, choices.disk, choices.doors
     for name, params in asked.groups:
         kinds = [stored_dtype(p, asked.dtype) for _, p in params]
@@ -61,31 +60,22 @@ def declare(rt: Runtime, asked: Asked, ring: list[int], choices: Choices) -> Non
         rt.unit_names.append(name)
         rt.wholes.append(wholes_of(records))
     rt.cap.hold(choices.vram, asked.at_home())
-    rt.homes.open_slots(ring, units_at(asked, *SETTLED), {})
-    cut_units(rt, asked)
-    # The file, where units have states there. With weights it is laid out at once, for states as they will be kept.
-    weights = units_at(asked, "disk+weights")
-    if "states" in options or weights:
+    rt.homes.open_slots(asked, units_at(asked, *SETTLED), {})
+    # A file with weights is laid out at once, for states as they will be kept.
+    if "states" in options or "disk+weights" in asked.homes:
         rt.choose_states(options.get("states", "fp32"))
     if disk is not None and asked.on_disk():
-        rt.homes.keep_on_disk(disk, units_at(asked, "disk"), weights, doors.disk)
-    rt.homes.invite(units_at(asked, "arrive"))
+        rt.homes.keep_on_disk(disk, asked, doors.disk)
     for unit in units_at(asked, "through"):
         core.through(unit, True)
     if disk is not None and choices.spills:
-        rt.homes.spill_to(disk, choices.spilled, file_bytes(asked), doors.spill)
+        rt.homes.spill_to(disk, choices.spilled, asked, doors.spill)
     if not asked.keeps:
         core.lend_most(asked.lent)
         rt.homes.passing = frozenset(range(len(rt.units)))
         for unit in rt.homes.passing:
             core.pass_gradients(unit)
     core.debug(doors.skip, doors.poison, doors.sync)                 # of all that is there by now
-
-
-def cut_units(rt: Runtime, asked: Asked) -> None:
-    """Where experts are fetched a few at a time; slots are open, and there was no forward with them."""
-    for unit, home in enumerate(asked.homes) if asked.experts else ():
-        rt.ring.cut(unit, asked.experts, rt.wholes[unit], at_once=home in (*SETTLED, "disk+weights"))
 
 
 # ---- weights are put in ----

@@ -2,7 +2,7 @@
 
 A forward that records gradients is a pass; passes between two steps of the optimizer are micro-batches (passes.py).
 Before a pass that the plan in force does not cover, mt.plan is asked for what the loop does, and its choice is put into
-force (moving.py): the first pass of all, so that nothing is computed without a plan; more tokens than before, or
+force (homes.py): the first pass of all, so that nothing is computed without a plan; more tokens than before, or
 several graphs alive together; a second micro-batch, whose gradients have to be added up, and at the next step as many
 as the last one had; an mt.AdamW that was not there before, since without one every unit stays in host memory, where
 other optimizers read it. A run that goes on from a checkpoint is planned for before its states come.
@@ -33,7 +33,7 @@ from ..plans.planner import Plan, own_code, plan
 from ..plans.tally import PLANES_OF
 from ..store.state import in_backward, paused
 from .choices import Limits
-from .moving import keep, move
+from .homes import keep, move
 from .passes import SHORTER, WORTH, Lengths, Looks, Pass, Seen, batch_of, pass_of, seconds_of
 
 if TYPE_CHECKING:

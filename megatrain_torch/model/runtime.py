@@ -109,7 +109,7 @@ class Runtime:
         self.exchange = None if ranks is None else Exchange(own, self.handover, ranks, reduce == "mean")
         self.swap, self.expansions, self.delivery = Swap(own), Expansions(), Delivery(own)
         self.ring = Ring(own)
-        self.homes = Homes(own, core, self.ring, 1 if ranks is None else len(ranks.mates))
+        self.homes = Homes(own, core, 1 if ranks is None else len(ranks.mates))
         self.planes = Planes(core, self.homes, own, room, ranks is not None, ranks is not None and ranks.apart)
         self.keeps = Keeps(own)
 
