@@ -147,7 +147,7 @@ class Runtime:
     def drain(self) -> None:
         """Everything under way is over: gradients landed, updates done."""
         self.core.drain()
-        self.handover.release()
+        self.handover.alive.clear()          # compute has waited for every copy
         self.homes.arrivals.leave()
 
     def choose_states(self, asked: str) -> None:

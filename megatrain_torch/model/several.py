@@ -222,7 +222,7 @@ class Delivery:
         else:                                        # to each rank goes this one's portion, and each one's comes here
             me, nothing = ranks.mates.index(ranks.rank), portions[0][:0]
             if exchange is not None and exchange.began:
-                exchange.catch_up(self._control().most(exchange.begun()))
+                exchange.catch_up(self._control().most(exchange.begun))
             out = [nothing if r == me else portions[me] for r in range(len(portions))]
             into = [nothing if r == me else p for r, p in enumerate(portions)]
             with ranks.control.named(what):
