@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from .. import _core
 from ..base.codes import plain_kind
 from ..base.limits import show_bytes
 from ..base.units import Group, stored_dtype
@@ -25,7 +24,6 @@ from ..store.tensorfiles import Mapped
 from ..store.whole import wholes_of
 from .choices import Choices
 from .homes import units_at
-from .several import engine_of
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -34,16 +32,6 @@ Place = tuple[str, int]                      # a file, and where in it a paramet
 _ALIGN = 64
 _MANY_BYTES = 1 << 30                        # of copies of one model in several processes: is told
 _numbers = itertools.count()                 # of parameters, in the process
-
-
-def engine(where: torch.device, choices: Choices, ranks: Ranks | None) -> _core.Engine:
-    """With nothing in it yet."""
-    threads, doors = choices.options.get("threads") or max(1, _core.build_info()["cpus"] - 1), choices.doors
-    how = where.type, where.index or 0, threads, doors.delay_us, doors.seed
-    core = _core.Engine(*how) if ranks is None else engine_of(ranks, *how)
-    if doors.lock is not None:
-        core.lock_limit(doors.lock)
-    return core
 
 
 def declare(rt: Runtime, asked: Asked, choices: Choices) -> None:

@@ -437,8 +437,8 @@ class Planning:
                              machine=None if rt.is_cuda else "cpu", homes=homes, slots=slots, experts=experts,
                              delivery=delivery, states=rt.states, compute="fused" if fused else "eager",
                              products=rt.products, vram=self._left(), host=self.limits.host,
-                             use_cache=self._caches, units=self.limits.units, nvme=self._drive(), gpus=self.limits.gpus,
-                             machines=self.limits.machines)
+                             use_cache=self._caches, units=self.limits.units, nvme=self._drive(),
+                             gpus=self.limits.fleet.gpus, machines=self.limits.fleet.machines)
         except MegatrainError as error:
             raise Refused(str(error)) from error
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:

@@ -53,49 +53,43 @@ class Slot:
             skip = -raw.data_ptr() % 512
             self.memory = raw[skip:skip + self.nbytes]
         self.address = self.memory.data_ptr()
-        self.views: dict[int, list[Tensor | None]] = {}
-        self.weights: dict[tuple[int, tuple[str, ...]], Weights] = {}
-        self._parameters: dict[int, list[Tensor | None]] = {}
-        self._apart: list[tuple[Any, int]] = []      # their storages, with the uses that this slot has itself
-        self._stretches: dict[int, list[Tensor]] = {}
+        self._made: dict[Any, Any] = {}
+        self._apart: list[tuple[Any, int]] = []      # storages of `parameters`, with the uses that this slot has itself
         self._storage = self.memory.untyped_storage()
         del raw
         self._own = _use_count(self._storage._cdata)
 
-    def unit_views(self, unit: int, records: Spots) -> list[Tensor | None]:
-        if unit not in self.views:
-            self.views[unit] = self._counted(lambda: [
-                None if r is None else self.view(r.offset, r.dtype, r.shape, r.stride) for r in records])
-        return self.views[unit]
+    def views(self, number: int, records: Spots) -> list[Tensor | None]:
+        return self._once(("views", number), lambda: [
+            None if r is None else self.view(r.offset, r.dtype, r.shape, r.stride) for r in records])
 
-    def unit_parameters(self, unit: int, records: Spots) -> list[Tensor | None]:
+    def parameters(self, number: int, records: Spots) -> list[Tensor | None]:
         """The same for modules: each in a storage of its own, as parameters are, so that no offset, no as_strided and
         no size of a storage shows that others lie beside it."""
         def alone(r: Record | Spot) -> Tensor:
             memory = from_dlpack(to_dlpack(self._bytes(r.offset, r.dtype, r.shape, r.stride)))
             return memory.view(r.dtype).as_strided(r.shape, r.stride)
 
-        if unit not in self._parameters:
-            found = self._counted(lambda: [None if r is None else alone(r) for r in records])
+        key = "parameters", number
+        if key not in self._made:
+            found = self._once(key, lambda: [None if r is None else alone(r) for r in records])
             storages = [t.untyped_storage() for t in found if t is not None]
             self._apart += [(s, _use_count(s._cdata)) for s in storages]
-            self._parameters[unit] = found
-        return self._parameters[unit]
+        return self._made[key]
 
-    def unit_weights(self, unit: int, records: Spots, names: tuple[str, ...]) -> Weights:
-        """The views by name, for a template; made once, their joint views too."""
-        weights = self.weights.get((unit, names))        # a module may give its parts other names
-        if weights is None:
-            slot = weakref.ref(self)             # which has them
-            weights = self.weights[unit, names] = Weights(dict(zip(names, self.unit_views(unit, records))),
-                                                          lambda make: slot()._counted(make))
-        return weights
+    def weights(self, number: int, records: Spots, names: tuple[str, ...]) -> Weights:
+        """The views by name, for a template; made once, their joint views too. A module may give its parts others."""
+        slot, views = weakref.ref(self), self.views(number, records)             # the slot has what is made here
+        return self._once((names, number), lambda: Weights(dict(zip(names, views)), lambda make: slot()._counted(make)))
 
     def stretches(self, number: int, bounds: Sequence[int]) -> list[Tensor]:
         """Its bytes from one bound to the next, [n] uint8 each: the same tensors each time."""
-        if number not in self._stretches:
-            self._stretches[number] = self._counted(lambda: [self.memory[a:b] for a, b in itertools.pairwise(bounds)])
-        return self._stretches[number]
+        return self._once(("stretches", number), lambda: [self.memory[a:b] for a, b in itertools.pairwise(bounds)])
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = self._counted(make)
+        return self._made[key]
 
     def _counted(self, make: Callable[[], Any]) -> Any:
         """Views that the slot itself keeps: it is no holder of its own memory."""
@@ -154,7 +148,6 @@ class Ring:
     def close(self) -> None:
         """Others will be opened. Who moves units holds those that have weights until these are elsewhere."""
         self.core.close_slots()
-        self._model.delivery.forget()
         self._forget()
 
     def cut(self, unit: int, experts: int, wholes: list[Whole], at_once: bool) -> None:
@@ -187,9 +180,6 @@ class Ring:
         """The unit of this number, or that is cut to this one."""
         return self._owners.get(number, number)
 
-    def _spots_of(self, number: int) -> Spots:
-        return self._spots.get(number) or self._units[number]
-
     def look(self, slots: list[Slot]) -> None:
         """At others, or at one that has other memory: most tensors are told apart from weights by their addresses."""
         self.slots = slots
@@ -214,28 +204,33 @@ class Ring:
             model.delivery.gather(slot, number, self.slots[slot])
         return self.slots[slot]
 
+    def _opened(self, unit: int) -> tuple[Slot, int, Spots]:
+        """The slot that has the unit without its stacks, the number of what lies there, and where in it."""
+        number = self._rests.get(unit, unit)
+        return self.acquire(number), number, self._spots.get(number) or self._units[number]
+
     def views(self, unit: int) -> list[Tensor | None]:
         """None for stacks."""
-        number = self._rests.get(unit, unit)
-        return self.acquire(number).unit_views(number, self._spots_of(number))
+        slot, *what = self._opened(unit)
+        return slot.views(*what)
 
     def parameters(self, unit: int) -> list[Tensor | None]:
         """For its modules. None for stacks."""
-        number = self._rests.get(unit, unit)
-        return self.acquire(number).unit_parameters(number, self._spots_of(number))
+        slot, *what = self._opened(unit)
+        return slot.parameters(*what)
+
+    def weights(self, unit: int, names: tuple[str, ...]) -> Weights:
+        """Without stacks."""
+        slot, *what = self._opened(unit)
+        return slot.weights(*what, names)
 
     def strands(self, piece: Piece) -> list[Tensor]:
         """Of some experts of a stack, over the slot that they are in when compute gets there."""
         if piece.cut is not None:
-            views = self.acquire(piece.cut).unit_views(piece.cut, self._spots_of(piece.cut))
+            views = self.acquire(piece.cut).views(piece.cut, self._spots[piece.cut])
             return [views[r.index].detach() for r in piece.records]
         views, at = self.views(piece.stacked.unit), piece.experts
         return [views[r.index].detach()[at.start:at.stop] for r in piece.records]
-
-    def weights(self, unit: int, names: tuple[str, ...]) -> Weights:
-        """Without stacks."""
-        number = self._rests.get(unit, unit)
-        return self.acquire(number).unit_weights(number, self._spots_of(number), names)
 
     def view(self, number: int, offset: int, dtype: torch.dtype, size: Any, stride: Any) -> Tensor:
         """Part of a unit's weights, or of a cut's, fetched if need be. offset: bytes from the start in its slot."""

@@ -138,7 +138,7 @@ class Runtime:
     @property
     def windows(self) -> list[Window]:
         """Those whose modules are still there."""
-        return [w for w in [ref() for ref in self.all_windows] if w is not None]
+        return [w for ref in self.all_windows if (w := ref()) is not None]
 
     def stream(self) -> int:
         """Handle of the stream torch computes on now."""
@@ -203,8 +203,8 @@ class Runtime:
         self.warn_unlocked()
         # gradient_checkpointing_enable() means "recompute". Windows do that; the model's own checkpointing would run a
         # layer a third time. A plan's word on activations counts; windows of which none says anything replay.
-        for m in [ref() for ref in self.checkpointing]:
-            if m is not None and m.gradient_checkpointing:
+        for ref in self.checkpointing:
+            if (m := ref()) is not None and m.gradient_checkpointing:
                 m.gradient_checkpointing = False
                 if self.planning is None and self.keeps.default == "auto":
                     self.keeps.default = "replay"
@@ -216,10 +216,10 @@ class Runtime:
         if self.backward_seen or self._begun_by is None or self._begun_by() in (who, None):
             self._begun_by, self.backward_seen = weakref.ref(who), False
             self._start_pass(args, kwargs)
-        return hf_calls.mapped((args, kwargs), self._there) if self.is_cuda else (args, kwargs)
-
-    def _there(self, t: Tensor) -> Tensor:
-        return t if t.device == self.device or t.is_meta else t.to(self.device, non_blocking=True)
+        if not self.is_cuda:
+            return args, kwargs
+        return hf_calls.mapped((args, kwargs), lambda t: t if t.device == self.device or t.is_meta else
+                               t.to(self.device, non_blocking=True))
 
     def _start_pass(self, args: Any, kwargs: Any) -> None:
         """What the pass before has left is let go."""
@@ -239,19 +239,17 @@ class Runtime:
 
     def notice_changes(self) -> None:
         """What the user changed on parameters: values, and requires_grad."""
-        params = [r.param for r in self.records]
-        take_back(p for p in params if p is not None)        # of a step that broke off
+        take_back(p for r in self.records if (p := r.param) is not None)         # of a step that broke off
         self.planes.notice_writes(self.records)
         # A pass that records nothing need not know what is trained: adapters are switched for it, and back before the
         # backward of another.
         if not self._windows_know or torch.is_grad_enabled():
-            self.follow_requires_grad(params)
+            self.follow_requires_grad()
 
-    def follow_requires_grad(self, params: list[nn.Parameter | None] | None = None) -> None:
-        """There are gradients of the parameters that say so now. params: of the records."""
-        params = params or [r.param for r in self.records]
+    def follow_requires_grad(self) -> None:
+        """There are gradients of the parameters that say so now."""
         with torch._C.DisableTorchFunctionSubclass():
-            trains = [p is not None and p.requires_grad for p in params]
+            trains = [(p := r.param) is not None and p.requires_grad for r in self.records]
         for r, on in zip(self.records, trains):
             if on != r.was_trainable:
                 r.was_trainable = on

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from ..base import patches
 from ..base.codes import coded
 from ..base.errors import MegatrainError, check_dtype
-from ..base.limits import parse_bytes
+from ..base.limits import parse_bytes, show_bytes
 from ..base.modes import check_layers
 from ..base.units import find, stored_dtype
 from ..base.units import group as grouped
@@ -31,17 +31,18 @@ from ..fused.layer import codable
 from ..group.between import Between
 from ..group.ranks import Ranks, as_one, ranks_of
 from ..group.waits import calling
+from ..plans.fleet import ALONE, Fleet
 from ..plans.planner import Plan
-from ..plans.room import Room
+from ..plans.room import Room, shortage
 from ..plans.shapes import shaped
 from ..store.bases import expands, with_base
 from ..store.disk import Disk
 from .choices import Limits, check_model, choose, compute_device, fitted
-from .filling import Origins, declare, empty, engine, fill
+from .filling import Origins, declare, empty, fill
 from .install import install, move_buffers, remove
 from .planning import Planning
 from .runtime import Runtime, find_runtime, runtime_of
-from .several import check, check_copies, leaves_in_order, same_buffers, watch
+from .several import check, engine, leaves_in_order, same_buffers, watch
 
 
 @calling("mt.stream")
@@ -114,12 +115,16 @@ def stream_of(ranks: Ranks | None, module: nn.Module, device: str | torch.device
     with as_one(ranks):
         check_dtype(dtype)
         check_model(module, where, dtype, bare=ranks is not None and ranks.rank != ranks.mates[0])
-        fleet = (1, 1) if ranks is None else (len(ranks.mates), len(set(ranks.machines)))
-        limits = Limits(parse_bytes(vram, "vram"), parse_bytes(host, "host"), Disk.parse(nvme), units, *fleet)
+        fleet = ALONE if ranks is None else Fleet(len(ranks.mates), len(set(ranks.machines)))
+        limits = Limits(parse_bytes(vram, "vram"), parse_bytes(host, "host"), Disk.parse(nvme), units, fleet)
         choices = choose(module, where, limits, dtype=dtype, **asked)
     with as_one(ranks):
         found = find(module, units)
-        choices.check_windows([name or type(module).__name__ for name, _ in found.windows])
+        names, modes = [name or type(module).__name__ for name, _ in found.windows], choices.activations
+        for name in modes if isinstance(modes, dict) else ():
+            if name not in names:
+                raise MegatrainError(f"plan: activations names {name!r}, and there is no such window; "
+                                     f"windows: {', '.join(names)}")
         groups = grouped(module, found)
         if choices.products == "fp8":
             layers = codable(found.windows)
@@ -180,7 +185,12 @@ def unstream(module: nn.Module) -> nn.Module:
     ranks = rt.ranks if alone else None
     with as_one(ranks):
         if rt.ranks is not None:
-            check_copies(rt.ranks, rt.records)
+            one, many = sum(r.nbytes for r in rt.records if r.param is not None), len(rt.ranks.mates)
+            if (bound := shortage(one * many)) is not None:
+                raise MegatrainError(f"mt.unstream gives each of {many} processes weights of its own, "
+                                     f"{show_bytes(one)}, and {show_bytes(bound.free)} of host memory are free "
+                                     f"({bound.what}): let the processes end without it; mt.save, and state_dict() "
+                                     "on one rank, need no copies")
         rt.finish_save()
         rt.drain()
         rt.trace.finish()
@@ -192,7 +202,6 @@ def unstream(module: nn.Module) -> nn.Module:
 
 
 def _take_out(rt: Runtime, module: nn.Module, together: bool = True) -> None:
-    """The model is an ordinary one again, as far as it was streamed."""
     remove(module)
     empty(rt, together)
     patches.release(rt)
@@ -321,19 +330,16 @@ def read_pretrained(cls: Any, path: str | Path, *, base: str | None = None, dtyp
 def loaded(cls: Any, path: str | Path, has_values: bool, **kwargs: Any) -> Any:
     """cls.from_pretrained. has_values: else the model may be left on the meta device, and is where transformers knows
     how."""
-    if not has_values and _knows_meta(cls, kwargs):
+    tf = sys.modules.get("transformers")
+    stock = tf is not None and isinstance(cls, type) and (
+        issubclass(cls, tf.PreTrainedModel) or cls.__module__.startswith("transformers.models.auto."))
+    if not has_values and stock and not kwargs.keys() & {
+            "device_map", "quantization_config", "gguf_file", "state_dict", "tp_plan"}:
         with contextlib.suppress(Exception):             # what it raises is said by the way that all know
             found = cls.from_pretrained(path, **kwargs, device_map="meta")
             if not any(True for _ in coded(found[0] if isinstance(found, tuple) else found)):     # no codes are there
                 return found
     return cls.from_pretrained(path, **kwargs)
-
-
-def _knows_meta(cls: Any, asked: dict[str, Any]) -> bool:
-    tf = sys.modules.get("transformers")
-    stock = tf is not None and isinstance(cls, type) and (
-        issubclass(cls, tf.PreTrainedModel) or cls.__module__.startswith("transformers.models.auto."))
-    return stock and not asked.keys() & {"device_map", "quantization_config", "gguf_file", "state_dict", "tp_plan"}
 
 
 __all__ = ["find_runtime", "from_config", "from_pretrained", "read_pretrained", "runtime_of", "stream",
