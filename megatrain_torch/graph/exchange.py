@@ -167,17 +167,15 @@ class Exchange:
         for record, grad in pairs:
             self._hold(record, grad)
         self._send_ready()                   # so that no more than one unit is packed and not sent
-        while self._turn >= 0 and self._is_over(self._turn):
+        # Told is a unit of which nothing more is to come, as far as can be known: it was handed over, or passed by.
+        while self._turn >= 0 and not any(r.open for r in self._trained(self._turn)) and any(
+                held <= self._turn for held in self._held):
             self._tell_next()
 
     def _hold(self, record: Record, grad: Tensor) -> None:
         held = self._entire if record in self._entire else self._held.setdefault(record.unit, {})
         before = held.get(record)
         held[record] = grad if before is None else before + grad
-
-    def _is_over(self, unit: int) -> bool:
-        """Nothing more of the unit is to come, as far as can be known: it was handed over, or passed by."""
-        return not any(r.open for r in self._trained(unit)) and any(held <= unit for held in self._held)
 
     def route(self, record: Record) -> None:
         """Where autograd itself adds a gradient to this parameter's `.grad` (the parameter took part in arithmetic on

@@ -57,7 +57,7 @@ class HandOver:
         if use is not None:
             use.hand()
         out: list[Tensor | None] = [None] * len(records)
-        by_unit: dict[int, list[tuple[Record, Tensor]]] = {}
+        found: list[tuple[Record, Tensor]] = []
         for i, (record, node, grad) in enumerate(zip(records, nodes, grads)):
             kind = "unwanted" if grad is None and record.pending is None else self._kind(record, node)
             if kind == "real" and grad is not None:
@@ -68,8 +68,8 @@ class HandOver:
                 if again or record.open > 0 or record.pending is not None:
                     grad = self._sum(record, grad, again or record.open > 0)
                 if grad is not None:
-                    by_unit.setdefault(record.unit, []).append((record, grad))
-        self._send(by_unit)
+                    found.append((record, grad))
+        self._send(found)
         self.runtime.trace.handed_over()
         return out
 
@@ -154,10 +154,7 @@ class HandOver:
         self._tell(task)
         self.runtime.door.tasks.pop(task, None)
         self.runtime.swap.sweep()
-        by_unit: dict[int, list[tuple[Record, Tensor]]] = {}
-        for record, total in self._dropped():
-            by_unit.setdefault(record.unit, []).append((record, total))
-        self._send(by_unit)
+        self._send(self._dropped())
         if self.runtime.exchange is not None and not self.tasks:
             self.runtime.exchange.ends()
         self.runtime.forget_reads()
@@ -186,11 +183,14 @@ class HandOver:
 
     # ---- to the store ----
 
-    def _send(self, by_unit: dict[int, list[tuple[Record, Tensor]]]) -> None:
-        exchange = self.runtime.exchange
+    def _send(self, found: list[tuple[Record, Tensor]]) -> None:
+        exchange, arrivals = self.runtime.exchange, self.runtime.homes.arrivals
+        by_unit: dict[int, list[tuple[Record, Tensor]]] = {}
+        for record, grad in found:
+            by_unit.setdefault(record.unit, []).append((record, grad))
         for unit, pairs in by_unit.items():
-            if self.runtime.homes.arrivals.units:      # of several processes too, whose gradients come home later; and
-                self.runtime.homes.arrivals.handed(unit)         # before an update in backward, which ends a stay
+            if arrivals.units:               # of several processes too, whose gradients come home later; and before an
+                arrivals.handed(unit)        # update in backward, which ends a stay
             if exchange is None:
                 self._send_unit(unit, pairs)
             else:

@@ -81,7 +81,7 @@ class StandIn(Tensor):
         if func in _SAID:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        return func(*_real(args), **_real(kwargs or {}))
+        return func(*dense(args), **dense(kwargs or {}))
 
 
 _DEVICE = (Tensor.device.__get__,)
@@ -108,14 +108,9 @@ def mapped(value: Any, fn: Callable[[Tensor], Any]) -> Any:
     return value
 
 
-def _real(value: Any) -> Any:
-    """With real masks."""
+def dense(value: Any) -> Any:
+    """With real masks: for a layer that runs its own code."""
     return mapped(value, lambda t: t.sight.real if isinstance(t, StandIn) else t)
-
-
-def dense(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Arguments of a layer that runs its own code: with real masks."""
-    return _real(args), _real(kwargs)
 
 
 def sight_of(mask: Any) -> Sight | None:

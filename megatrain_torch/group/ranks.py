@@ -37,7 +37,8 @@ class Ranks:
     Attributes:
         rank, size: this process's number, and how many there are.
         data: the group in which gradients go. control: what they tell each other goes there.
-        machines: by rank, what names the machine that it is on.
+        machines: by rank, what names the machine that it is on. mates: ranks on this one's, in order.
+        apart: they are on several machines.
         ways: by (sender, hearer), groups in which weights go to other machines, and come from there.
         taken: bytes of the device that NCCL took for this process, by whichever ranks asked first.
     """
@@ -48,7 +49,11 @@ class Ranks:
         """patience: as Control has it."""
         self.data, self.rank, self.size = data, dist.get_rank(data), dist.get_world_size(data)
         self.control = Control(data, patience)
-        self.machines: list[str] = self.gather(_machine())
+        # Of this boot of a machine. Under torchrun, of this agent: two of them on one machine are as two machines.
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        self.machines: list[str] = self.gather(f"{boot} {os.environ.get('GROUP_RANK', '')}".strip())
+        self.mates = self._on(self.machines[self.rank])
+        self.apart = len(self.mates) < self.size
         self.ways: dict[tuple[int, int], Any] = {}
         self._aside: Ranks | None = None
         self._gathers: dist.ProcessGroup | None = None
@@ -76,11 +81,6 @@ class Ranks:
             self._aside.control = Control(self.data, self.control.patience, self.control.engine)
         return self._aside
 
-    @property
-    def mates(self) -> list[int]:
-        """Ranks on this machine, in order."""
-        return [r for r, machine in enumerate(self.machines) if machine == self.machines[self.rank]]
-
     def nccl(self) -> bool:
         """GPUs' tensors go by it."""
         return torch.device("cuda") in self.data._device_types and self._backend().name() == "nccl"
@@ -105,16 +105,13 @@ class Ranks:
             with contextlib.suppress(Exception):
                 backend.abort()
 
-    @property
-    def apart(self) -> bool:
-        """Ranks are on several machines."""
-        return len(set(self.machines)) > 1
+    def _on(self, machine: str) -> list[int]:
+        return [r for r, other in enumerate(self.machines) if other == machine]
 
     def _beside(self, machine: str, rank: int) -> int:
         """The rank of that machine that has to do with this one of another."""
-        place = [r for r, other in enumerate(self.machines) if other == self.machines[rank]].index(rank)
-        there = [r for r, other in enumerate(self.machines) if other == machine]
-        return there[place % len(there)]
+        there = self._on(machine)
+        return there[self._on(self.machines[rank]).index(rank) % len(there)]
 
     def hearers(self) -> dict[str, int]:
         """Who speaks for this rank on other machines, by machine."""
@@ -137,10 +134,6 @@ class Ranks:
     def gather(self, value: Any) -> list[Any]:
         """What each rank gives, by rank."""
         return self.control.gather(value)
-
-    def meet(self) -> None:
-        """All ranks have come here."""
-        self.control.gather(None)
 
     @contextmanager
     def as_one(self) -> Iterator[None]:
@@ -182,27 +175,15 @@ def ranks_of(group: Any) -> Ranks | None:
             raise MegatrainError(f"{why}: torch.distributed is not initialized; call torch.distributed."
                                  "init_process_group() before, or each trains a model of its own")
         return None
-    data = _group_of(group)
-    return Ranks(data) if dist.get_world_size(data) > 1 else None
-
-
-def _group_of(group: Any) -> dist.ProcessGroup:
-    if group is None:
-        return dist.group.WORLD
-    if isinstance(group, dist.ProcessGroup):
-        return group
+    data = dist.group.WORLD if group is None else group
     if isinstance(group, dist.device_mesh.DeviceMesh):
         if group.ndim != 1:
             raise MegatrainError(f"group=: a mesh of {group.ndim} dimensions {group.mesh_dim_names}; give the one in "
                                  "which ranks have different data: mesh['dp']")
-        return group.get_group()
-    raise MegatrainError(f"group={group!r}: a ProcessGroup or a DeviceMesh of one dimension")
-
-
-def _machine() -> str:
-    """Of this boot of this machine. Under torchrun, of this agent: two of them on one machine are as two machines."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot} {os.environ.get('GROUP_RANK', '')}".strip()
+        data = group.get_group()
+    if not isinstance(data, dist.ProcessGroup):
+        raise MegatrainError(f"group={group!r}: a ProcessGroup or a DeviceMesh of one dimension")
+    return Ranks(data) if dist.get_world_size(data) > 1 else None
 
 
 def _first_difference(mine: Any, other: Any) -> str:
@@ -261,18 +242,12 @@ def _send(listener: socket.socket, fd: int) -> None:
 # ---- the process that started this one, and others beside it: where it is killed, nobody is left to end them ----
 
 def watch_torchrun() -> None:
-    """Where torchrun started this process, it ends with it."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        watch_launcher(os.getppid())
+    """Where torchrun started this process, it is told to end, by SIGTERM, when that is gone."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and _watching.acquire(blocking=False):
+        threading.Thread(target=_end_with, args=(os.getppid(),), name="mt-launcher", daemon=True).start()
 
 
-def watch_launcher(launcher: int) -> None:
-    """This process is told to end, by SIGTERM, when that one, which started it, is gone."""
-    if _watching.acquire(blocking=False):
-        threading.Thread(target=_look_for_launcher, args=(launcher,), name="mt-launcher", daemon=True).start()
-
-
-def _look_for_launcher(launcher: int) -> None:
+def _end_with(launcher: int) -> None:
     while os.getppid() == launcher:
         time.sleep(_LAUNCHER_S)
     print(f"megatrain_torch: the launcher (process {launcher}) ended, and so does rank {os.environ.get('RANK', '?')}",

@@ -107,24 +107,16 @@ class Limits:
 
 @dataclass
 class Choices:
-    """A plan, or arguments by hand, in one form.
+    """A plan, or arguments by hand, in one form."""
 
-    Attributes:
-        options: a plan's dict. vram: bytes.
-        plan: the one that options are from; None: they were given by hand, or not at all, and it is not known what a
-            training step takes beside its weights.
-        itself: mt.stream plans, or has planned, and will again where the loop outgrows that.
-        doors: of the engine, for tests.
-    """
-
-    options: dict[str, Any]
+    options: dict[str, Any]     # a plan's dict
     compute: str
     products: str
-    vram: int | None
+    vram: int | None            # bytes
     disk: Disk | None
-    plan: Plan | None
-    itself: bool
-    doors: Doors = field(default_factory=opened)
+    plan: Plan | None           # None: options were given by hand, or not at all: what a step takes is not known
+    itself: bool                # mt.stream plans, or has planned, and will again where the loop outgrows that
+    doors: Doors = field(default_factory=opened)        # of the engine, for tests
 
     @property
     def activations(self) -> str | dict[str, str]:

@@ -44,24 +44,16 @@ def units_at(asked: Asked, *homes: str) -> list[int]:
 
 
 class Homes:
-    """
-    Attributes:
-        settled: units that live on the device, and their slots. arrivals: those of them whose states come and leave.
-        on_disk: units whose states are in a file. filed: of these, those whose weights are there too by now.
-        passing: units whose gradients are kept nowhere. within: of those on the device, units that all processes copy
-            from each other's slots. files: what takes names of files, with the process at the latest.
-    """
-
     def __init__(self, model: Runtime, core: _core.Engine, mates: int) -> None:
         """mates: processes of this machine that stream the model, each with files of its own in the same directory."""
         self._model, self.core, self._mates = model, core, mates
-        self.settled: dict[int, int] = {}
-        self.arrivals = Arrivals(model.itself(), ())
-        self.on_disk: frozenset[int] = frozenset()
-        self.filed: set[int] = set()
-        self.passing: frozenset[int] = frozenset()
-        self.within: set[int] = set()
-        self.files: list[weakref.finalize] = []
+        self.settled: dict[int, int] = {}                # units that live on the device, and their slots
+        self.arrivals = Arrivals(model.itself(), ())     # of those the ones whose states come and leave
+        self.within: set[int] = set()                    # of those the ones that processes copy from each other's slots
+        self.on_disk: frozenset[int] = frozenset()       # units whose states are in a file
+        self.filed: set[int] = set()                     # of these the ones whose weights are there too by now
+        self.passing: frozenset[int] = frozenset()       # units whose gradients are kept nowhere
+        self.files: list[weakref.finalize] = []          # what takes names of files
 
     def away(self, unit: int) -> bool:
         """The unit's weights are at home on the device or on disk: those in host memory are copies."""
@@ -154,22 +146,19 @@ def keep(rt: Runtime, plan: Plan) -> None:
 
 
 class _Change:
-    """Units on their way to other homes.
-
-    Attributes:
-        homes: where each unit is now. have: of those that live on the device, the slots that their weights are in.
-            Both are true at every moment, so that what is there can be opened again.
-    """
+    """Units on their way to other homes."""
 
     def __init__(self, rt: Runtime, asked: Asked, plan: Plan) -> None:
         self.rt, self.before, self.asked, self.plan = rt, rt.room.asked, asked, plan
+        # Where each unit is now; of those on the device, the slots that their weights are in. Both are true at every
+        # moment, so that what is there can be opened again.
         self.homes = list(self.before.homes)
         self.have = {unit: rt.ring.slots[slot] for unit, slot in rt.homes.settled.items()}
 
     def make(self) -> None:
         rt, ranks = self.rt, self.rt.ranks if self.asked.homes != self.before.homes else None
         if ranks is not None:                    # units move on all, or on none
-            ranks.meet()                         # nobody copies of a slot any more, which may be another's then
+            ranks.gather(None)                   # all are here: nobody copies of a slot, which may be another's then
         rt.ring.close()
         try:
             with as_one(ranks):
@@ -249,15 +238,12 @@ class Cap:
     torch keeps freed memory, in fragments; without a limit it takes fresh memory before it tidies up. The limit is the
     process's: its context and other models in it have their part of it; other processes share the rest of the device.
     `lift` puts back what was before.
-
-    Attributes:
-        limit: bytes of the device that the process may have in all; None: there is no limit.
     """
 
     def __init__(self, device: torch.device, stored: Callable[[], int]) -> None:
         """stored: tells the bytes that the model's store has of the device now, beside torch's allocator."""
         self.device, self.stored, self.before, self.joined = device, stored, None, False
-        self.limit: int | None = None
+        self.limit: int | None = None            # bytes of the device that the process may have in all
         _caps.add(self)
 
     def hold(self, limit: int | None, store_bytes: int) -> None:

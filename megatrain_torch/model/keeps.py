@@ -21,18 +21,11 @@ MORE = "\n\nmegatrain_torch: "
 
 
 class Keeps:
-    """
-    Attributes:
-        default: what windows do whose own mode is "auto"; "auto": no plan says it.
-        plan: the one in force, of which `own` are the layers whose own code it counts; None: modes are by hand.
-        most_tokens: that a fused window was given at once.
-    """
-
     def __init__(self, model: Runtime) -> None:
         self._model = model
-        self.default = "auto"
-        self.plan: Plan | None = None
-        self.most_tokens = 0
+        self.default = "auto"                # what windows do whose own mode is "auto"; "auto": no plan says it
+        self.plan: Plan | None = None        # the one in force; None: modes are by hand
+        self.most_tokens = 0                 # that a fused window was given at once
         self._told: set[str] = set()
         self._first = True
         self._again: list[Window] = []       # of this forward, those that run again in place of a plan's mode

@@ -88,18 +88,12 @@ def pass_of(plan: Plan) -> Pass:
 
 @dataclass
 class Seen:
-    """What the loop has done.
+    """What the loop has done."""
 
-    Attributes:
-        alone: the longest pass. most: the same, or the most of passes whose graphs were alive together, as two forwards
-            before one backward have them. micro: passes since the last step whose gradients stand. last: passes that
-            the last step had.
-    """
-
-    alone: Pass = Pass(1, 1)
-    most: Pass = Pass(1, 1)
-    micro: int = 0
-    last: int = 1
+    alone: Pass = Pass(1, 1)    # the longest pass
+    most: Pass = Pass(1, 1)     # or the most of passes whose graphs were alive together: two forwards before a backward
+    micro: int = 0              # passes since the last step whose gradients stand
+    last: int = 1               # passes that the last step had
 
     def and_then(self, found: Pass, rt: Runtime) -> Seen:
         """What is seen with one pass more. That is a further micro-batch where gradients of the one before wait for it:
@@ -168,21 +162,13 @@ Where = tuple[dict[str, str] | str, int | None, int | None, str | None]
 
 
 class Planning:
-    """Plans for one streamed model.
-
-    Attributes:
-        plan: the one in force; None: there is none yet, and `why`. made: so many plans have been put into force.
-        adam: an mt.AdamW updates the model. limits: what plans have to stay within.
-        resumed: of a run that goes on, what windows kept, by a pass's tokens: a plan for as many has them keep it
-            again, where that fits, so that memory which happens to be free then changes no bit.
-    """
-
     def __init__(self, runtime: Runtime, limits: Limits, made: Plan | None = None) -> None:
         """made: a plan that is in force from the start."""
-        self.runtime, self.limits, self.plan = runtime, limits, made
-        self.made = int(made is not None)
+        self.runtime, self.limits = runtime, limits
+        self.plan = made                         # the one in force; None: there is none yet, and `why`
+        self.made = int(made is not None)        # so many plans have been put into force
         self.why = "no plan yet: mt.stream plans at the first forward that records gradients"
-        self.adam = made is not None
+        self.adam = made is not None             # an mt.AdamW updates the model
         self._seen = Seen() if made is None else Seen(pass_of(made), pass_of(made))
         self._for_adam = self.adam               # the plan in force is for an mt.AdamW
         self._agreed = made is not None and runtime.ranks is not None    # with other processes, on homes
@@ -195,6 +181,8 @@ class Planning:
         self._came: deque[Pass] = deque(maxlen=RECENT)                   # the last passes
         self._steps = 0                          # of the optimizer, since homes were planned
         self._looks = list(LOOKS) if runtime.ranks is None or self._agreed else []       # of all processes together
+        # Of a run that goes on, what windows kept, by a pass's tokens: a plan for as many has them keep it again, where
+        # that fits, so that memory which happens to be free then changes no bit.
         self.resumed: dict[int, dict[str, str]] = {}
 
     @property

@@ -113,19 +113,14 @@ class Slot:
 
 
 class Ring:
-    """Which slot a unit is in when compute gets there, and what of the unit lies where in it.
-
-    Attributes:
-        slots: those that are open. lowest, highest: addresses between which they all lie.
-        stacks: of experts, of which some are fetched at a time, by the record that stands for one.
-    """
+    """Which slot a unit is in when compute gets there, and what of the unit lies where in it."""
 
     def __init__(self, model: Runtime) -> None:
         self._model, self.core, self._units = model, model.core, model.units
         self._forget()
 
     def _forget(self) -> None:
-        self.stacks: dict[Record, Stacked] = {}
+        self.stacks: dict[Record, Stacked] = {}      # of experts, some at a time, by the record that stands for one
         self._rests: dict[int, int] = {}             # by unit, the number of what a window has open of it
         self._spots: dict[int, list[Spot | None]] = {}       # by the number of a cut
         self._owners: dict[int, int] = {}
@@ -182,7 +177,7 @@ class Ring:
 
     def look(self, slots: list[Slot]) -> None:
         """At others, or at one that has other memory: most tensors are told apart from weights by their addresses."""
-        self.slots = slots
+        self.slots = slots                   # those that are open; all lie between these addresses
         self.lowest = min((s.address for s in slots), default=0)
         self.highest = max((s.address + s.nbytes for s in slots), default=0)
 

@@ -6,7 +6,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,9 @@ from .keeps import Keeps
 from .ring import Ring
 from .several import Delivery
 
+if TYPE_CHECKING:
+    from .planning import Planning
+
 # Weak on both sides: a runtime knows its modules, so a strong value would keep its own key alive. What
 # holds the runtime is what is installed in the modules.
 runtimes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Runtime]] = weakref.WeakKeyDictionary()
@@ -53,47 +56,31 @@ def find_runtime(module: nn.Module) -> Runtime | None:
 
 
 class Runtime:
-    """
-    Attributes:
-        records: of all parameters. units, unit_names, wholes: by unit; wholes: weights of codes.
-        room: refuses planes that come later and will not fit. compute, products: as given to mt.stream.
-        planning: planning.Planning, of an ordinary loop that nobody has planned; None: somebody has.
-        states: the format of AdamW's states, of the whole model. states_chosen: by somebody, not by default.
-        saving: a checkpoint that is being written while the model trains on, until its end has been noticed; or None.
-        saved_files: of the last checkpoint, which the next may have again, by header.
-        check_tree: looks at what was put into the model since the last pass, if anything was (tree_changed): put_later.
-        trace: mt.trace's, while it is on; else UNTRACED.
-        looked: what looks at numbers gave, by reading, and why code could not be followed, by window and call.
-        broken: why it is not to be run: a load or a move that failed half-way; "": it is.
-        given: places of parameters that have something else (functional_call).
-        checkpointing: modules whose own checkpointing windows do.
-        reported: the last report without a trace.
-        ranks: the processes that stream it together; None: this one is alone. exchange: of gradients between them.
-        delivery: of weights to them. leave: called once, when this is given up or the process ends: the others may
-            still await something of it.
-    """
-
     def __init__(self, root: nn.Module, device: torch.device, core: _core.Engine, room: Room, compute: str,
                  ranks: Ranks | None = None, reduce: str = "mean", products: str = "bf16") -> None:
         self.root, self.device, self.core, self.room, self.compute = weakref.ref(root), device, core, room, compute
-        self.products, self.ranks, self.is_cuda = products, ranks, device.type == "cuda"
-        self.records: list[Record] = []
+        self.products, self.is_cuda = products, device.type == "cuda"
+        self.ranks = ranks                                   # that stream it together; None: this process is alone
+        self.records: list[Record] = []                      # of all parameters
         self.units: list[list[Record]] = []
         self.unit_names: list[str] = []
-        self.wholes: list[list[Whole]] = []
+        self.wholes: list[list[Whole]] = []                  # by unit: weights of codes
         self.all_windows: list[weakref.ref[Window]] = []     # modules have them, and they have this
-        self.states, self.states_chosen = "fp32", False
-        self.saving: Any = None
-        self.saved_files: dict[bytes, Any] = {}
-        self.planning: Any = None
-        self.trace: Any = UNTRACED
-        self.broken, self.given = "", 0
+        self.states, self.states_chosen = "fp32", False      # format of AdamW's, and whether somebody chose it
+        self.saving: Any = None                              # a checkpoint that is written while the model trains on
+        self.saved_files: dict[bytes, Any] = {}              # of the last checkpoint, which the next may have again
+        self.planning: Planning | None = None                # of a loop that nobody has planned
+        self.trace: Any = UNTRACED                           # mt.trace's, while it is on
+        self.broken = ""                                     # why it is not to be run: a load or a move failed half-way
+        self.given = 0                                       # places of parameters with something else: functional_call
+        # What trials of templates gave, by reading, and why code could not be followed, by window and call.
         self.looked: dict[Any, str] = {}
-        self.checkpointing: list[weakref.ref[nn.Module]] = []
-        self.reported: tuple[float, dict[str, int]] = (time.perf_counter(), {})
+        self.checkpointing: list[weakref.ref[nn.Module]] = []        # modules whose own checkpointing windows do
+        self.reported: tuple[float, dict[str, int]] = (time.perf_counter(), {})      # the last report without a trace
+        # Called once, when this is given up or the process ends: the others may still await something of it.
         self.leave: weakref.finalize[Any, Runtime] | None = None
-        self.check_tree: Callable[[Runtime], None] = lambda rt: None
-        self.tree_changed = False
+        self.check_tree: Callable[[Runtime], None] = lambda rt: None         # install.py's
+        self.tree_changed = False                            # something was put into the model since the last pass
         self.put_later: list[Any] = []
         self._read: dict[Record, Tensor] = {}                # weights read outside of windows, in this forward
         self._begun_by: weakref.ref[Any] | None = None       # the module that began the pass under way

@@ -169,14 +169,11 @@ class Delivery:
     begun most of these. So whatever a kernel stands behind in a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1: there is
     one) was launched before it on every rank, and the first of all collectives that are not over waits for local work
     alone.
-
-    Attributes:
-        shards: ranks fetch their portions alone, in passes that record gradients; else each fetches all.
     """
 
     def __init__(self, model: Runtime) -> None:
-        self._model, self.shards = model, False
-        self._told = False
+        self._model, self._told = model, False
+        self.shards = False      # ranks fetch their portions alone, in passes that record gradients; else each all
         # Made by the first that is gathered: the machine's ranks come there together.
         self._mates: Control | None = None
         self._beside: torch.cuda.Stream | None = None

@@ -118,7 +118,6 @@ def stream_of(ranks: Ranks | None, module: nn.Module, device: str | torch.device
         fleet = ALONE if ranks is None else Fleet(len(ranks.mates), len(set(ranks.machines)))
         limits = Limits(parse_bytes(vram, "vram"), parse_bytes(host, "host"), Disk.parse(nvme), units, fleet)
         choices = choose(module, where, limits, dtype=dtype, **asked)
-    with as_one(ranks):
         found = find(module, units)
         names, modes = [name or type(module).__name__ for name, _ in found.windows], choices.activations
         for name in modes if isinstance(modes, dict) else ():
@@ -128,13 +127,13 @@ def stream_of(ranks: Ranks | None, module: nn.Module, device: str | torch.device
         groups = grouped(module, found)
         if choices.products == "fp8":
             layers = codable(found.windows)
-            check_layers(type(module).__name__, layers,
-                         {stored_dtype(p, dtype) for m in layers for p in m.parameters() if p.ndim > 1})
+            kinds = {stored_dtype(p, dtype) for m in layers for p in m.parameters() if p.ndim > 1}
+            check_layers(type(module).__name__, layers, kinds)
     if ranks is not None:
         check(ranks, module, groups, choices, limits, reduce)
-    wanted = choices.asked(type(module).__name__, groups, dtype, where, limits.fleet)
     with as_one(ranks):
-        wanted = fitted(wanted, where, choices, limits.host)
+        wanted = fitted(choices.asked(type(module).__name__, groups, dtype, where, limits.fleet), where, choices,
+                        limits.host)
     room = Room(wanted, limits.host)             # refuses planes that come later
     room.ranks = ranks
     rt = Runtime(module, where, engine(where, choices, ranks), room, choices.compute, ranks, reduce, choices.products)
