@@ -149,8 +149,9 @@ class Exchange:
         self._came: dict[int, set[Record]] = {}      # by unit, what has come home and was not told
         self._layouts: dict[int, Layout] = {}
         self._beside = Beside(model.device) if model.device.type == "cuda" else None
-        # NCCL's waits are the stream's. gloo's are the host's, for which other ranks may wait in turn.
-        self._by_streams = self._beside is not None and ranks.nccl() and not _blocks()
+        # NCCL's waits are the stream's, unless told to block. gloo's are the host's, for which ranks may wait in turn.
+        self._by_streams = self._beside is not None and ranks.nccl() and not any(
+            os.environ.get(name, "0") != "0" for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"))
         self._routed: dict[Record, list[RemovableHandle]] = {}       # parameters whose gradients autograd adds up
         self._stood: dict[Record, Tensor | None] = {}        # their `.grad`, while autograd has a new one
         self._routes: list[tuple[Record, Tensor]] = []       # what autograd has added up in this backward
@@ -189,7 +190,6 @@ class Exchange:
                                     p.register_post_accumulate_grad_hook(lambda _: self._take_over(record))]
 
     def hooks(self, record: Record) -> int:
-        """That a parameter has from here."""
         return len(self._routed.get(record, ()))
 
     def close(self) -> None:
@@ -336,21 +336,20 @@ class Exchange:
             known = self._layouts[unit] = Layout(self._model.core.portions(unit), records)
         return known
 
+    @torch.no_grad()
     def _tell_next(self) -> None:
         unit, self._turn = self._turn, self._turn - 1
         layout, grads = self._layout(unit), self._held.pop(unit, {})
-        if layout.records:
-            found = torch.tensor([r in grads for r in layout.records], dtype=torch.uint8)
-            told = self._telling.allreduce([found], most())
-            self._ready.append(Ready(unit, layout, self._packed(layout, grads) if grads else None, found, told))
-
-    @torch.no_grad()
-    def _packed(self, layout: Layout, grads: dict[Record, Tensor]) -> Tensor:
-        with nullcontext() if self._beside is None else self._beside.packing(grads.values()):
-            outward = torch.empty(sum(layout.bytes), dtype=torch.uint8, device=self._model.device)
-            for parcels, buffer in zip(layout.parcels, torch.split(outward, layout.bytes)):
-                pack(parcels, grads, buffer)
-        return outward
+        if not layout.records:
+            return
+        found = torch.tensor([r in grads for r in layout.records], dtype=torch.uint8)
+        told, packed = self._telling.allreduce([found], most()), None
+        if grads:
+            with nullcontext() if self._beside is None else self._beside.packing(grads.values()):
+                packed = torch.empty(sum(layout.bytes), dtype=torch.uint8, device=self._model.device)
+                for parcels, buffer in zip(layout.parcels, torch.split(packed, layout.bytes)):
+                    pack(parcels, grads, buffer)
+        self._ready.append(Ready(unit, layout, packed, found, told))
 
     def _send_ready(self) -> None:
         """What was told goes, when the others have told of it too."""
@@ -438,8 +437,3 @@ class Beside:
             grad.record_stream(self.stream)
         if len(self._packed) > 2:
             compute.wait_event(self._packed.popleft())
-
-
-def _blocks() -> bool:
-    """NCCL's waits are the host's, as gloo's."""
-    return any(os.environ.get(name, "0") != "0" for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"))

@@ -384,7 +384,24 @@ class Fork:
             return self._tensor(value)
         if kind is tuple:
             return tuple([self(v) for v in value])
-        return self._object(value)
+        if id(value) in self.met:
+            return self.met[id(value)]
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, tuple):
+            return kind(*map(self, value)) if hasattr(value, "_fields") else kind(map(self, value))
+        if isinstance(value, type) or not (isinstance(value, (dict, list)) or dataclasses.is_dataclass(value)
+                                           or is_cache(value)):
+            return value
+        out = self.met[id(value)] = copy.copy(value)
+        if isinstance(value, dict):
+            for k, v in value.items():
+                dict.__setitem__(out, k, self(v))
+        elif isinstance(value, list):
+            out[:] = [self(v) for v in value]
+        for k, v in getattr(value, "__dict__", {}).items():
+            object.__setattr__(out, k, self(v))
+        return out
 
     def call(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return self(args), {k: self(v) for k, v in kwargs.items()}
@@ -405,26 +422,6 @@ class Fork:
         self.with_grad.append(t)
         out = (out if self.clone else out.detach()).requires_grad_()
         return _Result.apply(out) if self.as_results else out
-
-    def _object(self, value: Any) -> Any:
-        if id(value) in self.met:
-            return self.met[id(value)]
-        if isinstance(value, Tensor):
-            return self._tensor(value)
-        if isinstance(value, tuple):
-            return type(value)(*map(self, value)) if hasattr(value, "_fields") else type(value)(map(self, value))
-        if not (isinstance(value, (dict, list)) or dataclasses.is_dataclass(value) or is_cache(value)) \
-                or isinstance(value, type):
-            return value
-        out = self.met[id(value)] = copy.copy(value)
-        if isinstance(value, dict):
-            for k, v in value.items():
-                dict.__setitem__(out, k, self(v))
-        elif isinstance(value, list):
-            out[:] = [self(v) for v in value]
-        for k, v in getattr(value, "__dict__", {}).items():
-            object.__setattr__(out, k, self(v))
-        return out
 
 
 # ---- random numbers and autocast ---------------------------------------------------------------
