@@ -71,17 +71,13 @@ class Parcel(NamedTuple):
 
 
 class Layout:
-    """What of these parameters each owner gets.
-
-    Attributes:
-        records: these. parcels: by owner. bytes: of each owner's buffer.
-    """
+    """What of these parameters each owner gets."""
 
     def __init__(self, bounds: tuple[int, ...], records: list[Record]) -> None:
         """bounds: of the portions, in bytes of plane HI: Engine.portions."""
         self.records = records
-        self.parcels: list[list[Parcel]] = []
-        self.bytes: list[int] = []
+        self.parcels: list[list[Parcel]] = []        # by owner
+        self.bytes: list[int] = []                   # of each owner's buffer
         for begin, end in pairwise(bounds):
             at, own = 0, []
             for r in records:
@@ -113,22 +109,21 @@ def total(parts: list[Tensor], scale: float) -> Tensor:
 
 
 class Ready(NamedTuple):
-    """A unit of which this rank has told. packed: its gradients, zeros where there is none; None: there are none.
-    found: by parameter, whether any rank has one, when `work` is over."""
+    """A unit of which this rank has told."""
 
     unit: int
     layout: Layout
-    packed: Tensor | None
-    found: Tensor
+    packed: Tensor | None                # its gradients, zeros where there is none; None: there are none at all
+    found: Tensor                        # by parameter, whether any rank has one, when `work` is over
     work: Any
 
 
 class Sent(NamedTuple):
-    """A unit's gradients on their way. records: those of which some rank has one."""
+    """A unit's gradients on their way."""
 
     unit: int
     layout: Layout
-    records: list[Record]
+    records: list[Record]                # those of which some rank has one
     work: Any
     buffers: tuple[Tensor, Tensor]
     span: int | None                     # of a trace

@@ -240,9 +240,7 @@ def hooked(hooks: list[dict[int, Any]]) -> bool:
     if not any(hooks):
         return False
     name = _CAPTURING if _collector() is not None else None
-    if any(getattr(h, "__module__", "") != name for d in hooks for h in d.values()):
-        return True
-    return collects()
+    return any(getattr(h, "__module__", "") != name for d in hooks for h in d.values()) or collects()
 
 
 def collects() -> bool:

@@ -33,27 +33,18 @@ _watching = threading.Lock() # taken for good by the first
 
 
 class Ranks:
-    """
-    Attributes:
-        rank, size: this process's number, and how many there are.
-        data: the group in which gradients go. control: what they tell each other goes there.
-        machines: by rank, what names the machine that it is on. mates: ranks on this one's, in order.
-        apart: they are on several machines.
-        ways: by (sender, hearer), groups in which weights go to other machines, and come from there.
-        taken: bytes of the device that NCCL took for this process, by whichever ranks asked first.
-    """
-
-    taken = 0
+    taken = 0                    # bytes of the device that NCCL took for this process, by whichever ranks asked first
 
     def __init__(self, data: dist.ProcessGroup, patience: timedelta = PATIENCE) -> None:
         """patience: as Control has it."""
-        self.data, self.rank, self.size = data, dist.get_rank(data), dist.get_world_size(data)
-        self.control = Control(data, patience)
-        # Of this boot of a machine. Under torchrun, of this agent: two of them on one machine are as two machines.
+        self.data, self.rank, self.size = data, dist.get_rank(data), dist.get_world_size(data)   # gradients go in data
+        self.control = Control(data, patience)           # what they tell each other goes there
+        # By rank, what names its machine: its boot. Under torchrun two agents on one machine are as two machines.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         self.machines: list[str] = self.gather(f"{boot} {os.environ.get('GROUP_RANK', '')}".strip())
-        self.mates = self._on(self.machines[self.rank])
-        self.apart = len(self.mates) < self.size
+        self.mates = self._on(self.machines[self.rank])  # ranks on this one's machine, in order
+        self.apart = len(self.mates) < self.size         # they are on several machines
+        # By (sender, hearer), groups in which weights go to other machines, and come from there.
         self.ways: dict[tuple[int, int], Any] = {}
         self._aside: Ranks | None = None
         self._gathers: dist.ProcessGroup | None = None

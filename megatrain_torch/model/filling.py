@@ -109,25 +109,20 @@ def _take_over(rt: Runtime, unit: int, files: Mapped, origins: Origins | None, m
         exact = [r.param.detach() for r in rounded] if origins is None else origins.exact(rounded)
         for r, value in zip(rounded, exact):
             r.exact = value
-    for r in records:
-        _adopt(rt, r)
+    for r in records:                        # each parameter becomes a view of plane HI, which has its values
+        p, hi = r.param, r.view("HI")
+        with torch.no_grad():
+            grad = None if p.grad is None else p.grad.to("cpu", r.dtype)
+            p.grad = None
+            p.data = hi
+        r.host = p.detach()
+        rt.records.append(r)                 # from here on it is given back when something fails
+        r.address, r.offset, r.version = hi.data_ptr(), rt.core.offset(r.unit, r.index), r.host._version
+        p.grad = grad
+        p.__class__ = streamed_kind(type(p))
+        p._mt, p._mt_runtime = r, rt
     for whole in rt.wholes[unit]:
         whole.adopted()
-
-
-def _adopt(rt: Runtime, r: Record) -> None:
-    """The HI plane has the parameter's values; it becomes a view of that."""
-    p, hi = r.param, r.view("HI")
-    with torch.no_grad():
-        grad = None if p.grad is None else p.grad.to("cpu", r.dtype)
-        p.grad = None
-        p.data = hi
-    r.host = p.detach()
-    rt.records.append(r)                 # from here on it is given back when something fails
-    r.address, r.offset, r.version = hi.data_ptr(), rt.core.offset(r.unit, r.index), r.host._version
-    p.grad = grad
-    p.__class__ = streamed_kind(type(p))
-    p._mt, p._mt_runtime = r, rt
 
 
 # ---- and given back ----
