@@ -261,7 +261,7 @@ class Cap:
         # so none are made where the user made some.
         self.joined = not any(os.environ.get(name) for name in _ALLOCATOR)
         if self.joined:
-            _set(JOINED)
+            torch._C._accelerator_setAllocatorSettings(JOINED)
 
     def taken(self) -> tuple[int, int, int]:
         """Bytes of the device that torch's allocator does not have: (this process's context and libraries, other
@@ -275,7 +275,7 @@ class Cap:
         before, self.before = self.before, None
         if before is not None:
             if self.joined:
-                _set(SEPARATE)
+                torch._C._accelerator_setAllocatorSettings(SEPARATE)
             torch.cuda.set_per_process_memory_fraction(before, self.device)
 
     @contextmanager
@@ -285,19 +285,14 @@ class Cap:
         now = JOINED if self.joined and self.before is not None else given
         joined = self.device.type == "cuda" and JOINED in now.replace(" ", "")
         if joined:
-            _set(SEPARATE)
+            torch._C._accelerator_setAllocatorSettings(SEPARATE)
         try:
             yield
         finally:
             if joined:
-                _set(now)
+                torch._C._accelerator_setAllocatorSettings(now)
 
     def close(self) -> None:
         """The store is about to end."""
         self.lift()
         _caps.discard(self)
-
-
-def _set(settings: str) -> None:
-    found = getattr(torch._C, "_accelerator_setAllocatorSettings", None)      # from torch 2.10 on
-    (found or torch.cuda.memory._set_allocator_settings)(settings)
