@@ -368,11 +368,12 @@ class Exchange:
         self.begun += 1
         sizes, own, how = one.layout.bytes, one.layout.bytes[self._ranks.rank], dist.AllToAllOptions()
         how.asyncOp = True
-        with self._entered(), self._ranks.control.named(f"exchanges gradients of unit {one.unit}"):
+        with self._entered():
             outward = torch.zeros(sum(sizes), dtype=torch.uint8, device=device) if one.packed is None else one.packed
             inward = torch.empty(self._ranks.size * own, dtype=torch.uint8, device=device)
-            span = self._model.core.span(LANE, WORK, one.unit, self._stream())
-            work = self._group.alltoall_base(inward, outward, [own] * self._ranks.size, sizes, how)
+            with self._ranks.control.named(f"exchanges gradients of unit {one.unit}"):
+                span = self._model.core.span(LANE, WORK, one.unit, self._stream())
+                work = self._group.alltoall_base(inward, outward, [own] * self._ranks.size, sizes, how)
         sent = Sent(one.unit, one.layout, records, work, (inward, outward), span)
         if self._by_streams:
             self._bring_home(sent)
