@@ -18,15 +18,8 @@ from torch import Tensor, nn
 
 from ..base import modes
 from ..base.errors import MegatrainError
-from ..store.records import Record, Use
-from ..store.state import (
-    DeviceParameter,
-    accumulators,
-    in_backward,
-    in_sight,
-    swap_window,
-    takes_no_hooks,
-)
+from ..store.records import Record
+from ..store.state import Bind, DeviceParameter, in_backward, swap_window
 from ..store.whole import Piece, Stacked, Whole
 from . import hf_calls
 from .door import method_of
@@ -39,24 +32,6 @@ if TYPE_CHECKING:
     from ..fused.head import Head
     from ..fused.layer import Fused
     from ..model.runtime import Runtime
-
-
-@in_sight
-@takes_no_hooks
-class Bind(torch.autograd.Function):
-    """Host parameters in, slot tensors out; weight gradients in, to the store."""
-
-    @staticmethod
-    def forward(ctx: Any, window: Window, records: list[Record], *params: Tensor) -> tuple[Tensor, ...]:
-        ctx.window, ctx.records = window, records
-        ctx.use = Use(records) if in_backward() == -1 else None
-        ctx.set_materialize_grads(False)
-        return tuple(window.views(records))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        handover = ctx.window.runtime.handover
-        return None, None, *handover.take(ctx.records, ctx.use, accumulators(ctx), grads)
 
 
 def refuse_functorch(name: str) -> None:
@@ -196,7 +171,7 @@ class Window:
     def bind(self, trainable: list[Record], frozen: list[Record]) -> dict[Record, Tensor]:
         """Slot tensors, of which those of `trainable` are tied to the host parameters."""
         params = self.params if trainable is self.trainable else [r.param for r in trainable]
-        bound = dict(zip(trainable, Bind.apply(self, trainable, *params))) if trainable else {}
+        bound = dict(zip(trainable, Bind.apply(trainable, self.views, *params))) if trainable else {}
         if frozen:
             with torch.no_grad():
                 bound.update(zip(frozen, self.views(frozen)))

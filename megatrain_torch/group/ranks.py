@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -126,23 +126,6 @@ class Ranks:
         """What each rank gives, by rank."""
         return self.control.gather(value)
 
-    @contextmanager
-    def as_one(self) -> Iterator[None]:
-        """What fails on one rank fails on all, in its words; whatever it is, since the others wait here."""
-        error: BaseException | None = None
-        try:
-            yield
-        except BaseException as own:
-            error = own
-        named = isinstance(error, MegatrainError)
-        try:
-            texts = self.gather(None if error is None else str(error) if named else f"{type(error).__name__}: {error}")
-        finally:
-            if error is not None:
-                raise error
-        if (rank := next((r for r, text in enumerate(texts) if text is not None), None)) is not None:
-            raise MegatrainError(f"rank {rank}: {texts[rank]}")
-
     def agree(self, what: str, value: Any) -> None:
         """Raises on every rank: the ranks do not all give the same; which ones differ, and in what."""
         found = self.gather(value)
@@ -186,9 +169,26 @@ def _first_difference(mine: Any, other: Any) -> str:
     return f"{mine!r} and {other!r}"
 
 
-def as_one(ranks: Ranks | None) -> AbstractContextManager[None]:
-    """Of a process that may be alone."""
-    return nullcontext() if ranks is None else ranks.as_one()
+@contextmanager
+def as_one(ranks: Ranks | None) -> Iterator[None]:
+    """What fails on one rank fails on all, in its words; whatever it is, since the others wait here. None: this process
+    is alone."""
+    if ranks is None:
+        yield
+        return
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as own:
+        error = own
+    named = isinstance(error, MegatrainError)
+    try:
+        texts = ranks.gather(None if error is None else str(error) if named else f"{type(error).__name__}: {error}")
+    finally:
+        if error is not None:
+            raise error
+    if (rank := next((r for r, text in enumerate(texts) if text is not None), None)) is not None:
+        raise MegatrainError(f"rank {rank}: {texts[rank]}")
 
 
 # ---- one file descriptor, for all processes of a machine: the kernel hands it over through a socket (SCM_RIGHTS) ----

@@ -90,7 +90,7 @@ def fill(rt: Runtime, groups: list[Group], origins: Origins | None, masters: boo
     if rt.ranks is not None:             # weights are there, whoever put them in
         if rt.ranks.apart:
             origins.everywhere(rt.units)
-        with rt.ranks.as_one():
+        with as_one(rt.ranks):
             for unit in rt.homes.settled:
                 rt.homes.take(unit)
 
@@ -252,7 +252,7 @@ def _in_common(ranks: Ranks, own: list[Tensor]) -> list[Tensor]:
     """The first one's values, in memory that all processes of the machine have once."""
     ends = list(itertools.accumulate(-(-t.nbytes // _ALIGN) * _ALIGN for t in own))
     first, fd = ranks.rank == ranks.mates[0], -1
-    with ranks.as_one():
+    with as_one(ranks):
         if first:
             fd = os.memfd_create("megatrain values")
             os.ftruncate(fd, ends[-1])

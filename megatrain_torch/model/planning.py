@@ -31,6 +31,7 @@ from ..base.errors import MegatrainError
 from ..base.limits import show_bytes
 from ..base.modes import read
 from ..fused.layer import wanted
+from ..group.ranks import Ranks, as_one
 from ..group.waits import calling
 from ..plans.machine import Machine, resolve
 from ..plans.planner import Plan, own_code, plan
@@ -40,7 +41,6 @@ from ..store.state import in_backward, paused
 from .homes import keep, move
 
 if TYPE_CHECKING:
-    from ..group.ranks import Ranks
     from .choices import Limits
     from .runtime import Runtime
 
@@ -311,7 +311,7 @@ class Planning:
         which leaves least room, if all have room for what they do then; else in host memory. All come here, before
         their first pass with an mt.AdamW: from then on each plans for itself what windows keep."""
         try:
-            with ranks.as_one():
+            with as_one(ranks):
                 own = self._first(None, self._seen.most)
             asked = (self._seen.most.tokens, own.homes, own.slots, own.experts, own.delivery)
             _, *best = max(ranks.gather(asked), key=lambda asked: asked[0])

@@ -22,7 +22,7 @@ from ..base.units import Group
 from ..graph.exchange import Exchange
 from ..group.between import Between
 from ..group.control import Control
-from ..group.ranks import Ranks, shared, watch_torchrun
+from ..group.ranks import Ranks, as_one, shared, watch_torchrun
 from ..plans.fleet import check_homes
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _LAST_STEP_S = 10.0          # in which nothing moves: they do not go on, and th
 def check(ranks: Ranks, module: nn.Module, groups: list[Group], choices: Choices, limits: Limits, reduce: str) -> None:
     """Raises on every rank: they do not stream the same model in the same way, or what is asked for is for one."""
     homes = choices.options.get("homes", "ram")
-    with ranks.as_one():
+    with as_one(ranks):
         if reduce not in REDUCE:
             raise MegatrainError(f"reduce={reduce!r}: use {' or '.join(map(repr, REDUCE))}")
         if ranks.size != limits.fleet.count:
