@@ -209,7 +209,8 @@ class HandOver:
                 raise MegatrainError(f"{records[0].name}: its gradient is kept nowhere (plan={{'grads': 'none'}}), and "
                                      f"{why}; use mt.AdamW(in_backward=True), one backward per step")
         for record, grad in pairs:
-            grad = self.conform(record, grad)
+            if grad.layout != torch.strided or grad.stride() != record.stride or grad.dtype != record.dtype:
+                grad = self.conform(record, grad)
             found = (SET, 0) if passing else self.claim(record)
             if found is None:
                 gradient.add(record, grad)

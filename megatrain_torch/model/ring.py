@@ -53,15 +53,17 @@ class Slot:
             skip = -raw.data_ptr() % 512
             self.memory = raw[skip:skip + self.nbytes]
         self.address = self.memory.data_ptr()
-        self._made: dict[Any, Any] = {}
+        self._made: dict[Any, Any] = {}              # by what it is, and the number of whose it is
         self._apart: list[tuple[Any, int]] = []      # storages of `parameters`, with the uses that this slot has itself
         self._storage = self.memory.untyped_storage()
         del raw
         self._own = _use_count(self._storage._cdata)
 
     def views(self, number: int, records: Spots) -> list[Tensor | None]:
-        return self._once(("views", number), lambda: [
-            None if r is None else self.view(r.offset, r.dtype, r.shape, r.stride) for r in records])
+        if (key := ("views", number)) not in self._made:
+            self._made[key] = self._counted(lambda: [
+                None if r is None else self.view(r.offset, r.dtype, r.shape, r.stride) for r in records])
+        return self._made[key]
 
     def parameters(self, number: int, records: Spots) -> list[Tensor | None]:
         """The same for modules: each in a storage of its own, as parameters are, so that no offset, no as_strided and
@@ -70,25 +72,23 @@ class Slot:
             memory = from_dlpack(to_dlpack(self._bytes(r.offset, r.dtype, r.shape, r.stride)))
             return memory.view(r.dtype).as_strided(r.shape, r.stride)
 
-        key = "parameters", number
-        if key not in self._made:
-            found = self._once(key, lambda: [None if r is None else alone(r) for r in records])
+        if (key := ("parameters", number)) not in self._made:
+            found = self._made[key] = self._counted(lambda: [None if r is None else alone(r) for r in records])
             storages = [t.untyped_storage() for t in found if t is not None]
             self._apart += [(s, _use_count(s._cdata)) for s in storages]
         return self._made[key]
 
     def weights(self, number: int, records: Spots, names: tuple[str, ...]) -> Weights:
         """The views by name, for a template; made once, their joint views too. A module may give its parts others."""
-        slot, views = weakref.ref(self), self.views(number, records)             # the slot has what is made here
-        return self._once((names, number), lambda: Weights(dict(zip(names, views)), lambda make: slot()._counted(make)))
+        if (key := (names, number)) not in self._made:
+            slot, views = weakref.ref(self), self.views(number, records)         # the slot has what is made here
+            self._made[key] = Weights(dict(zip(names, views)), lambda make: slot()._counted(make))
+        return self._made[key]
 
     def stretches(self, number: int, bounds: Sequence[int]) -> list[Tensor]:
         """Its bytes from one bound to the next, [n] uint8 each: the same tensors each time."""
-        return self._once(("stretches", number), lambda: [self.memory[a:b] for a, b in itertools.pairwise(bounds)])
-
-    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        if key not in self._made:
-            self._made[key] = self._counted(make)
+        if (key := ("stretches", number)) not in self._made:
+            self._made[key] = self._counted(lambda: [self.memory[a:b] for a, b in itertools.pairwise(bounds)])
         return self._made[key]
 
     def _counted(self, make: Callable[[], Any]) -> Any:
@@ -199,25 +199,20 @@ class Ring:
             model.delivery.gather(slot, number, self.slots[slot])
         return self.slots[slot]
 
-    def _opened(self, unit: int) -> tuple[Slot, int, Spots]:
-        """The slot that has the unit without its stacks, the number of what lies there, and where in it."""
-        number = self._rests.get(unit, unit)
-        return self.acquire(number), number, self._spots.get(number) or self._units[number]
-
     def views(self, unit: int) -> list[Tensor | None]:
         """None for stacks."""
-        slot, *what = self._opened(unit)
-        return slot.views(*what)
+        number = self._rests.get(unit, unit)
+        return self.acquire(number).views(number, self._spots.get(number) or self._units[number])
 
     def parameters(self, unit: int) -> list[Tensor | None]:
         """For its modules. None for stacks."""
-        slot, *what = self._opened(unit)
-        return slot.parameters(*what)
+        number = self._rests.get(unit, unit)
+        return self.acquire(number).parameters(number, self._spots.get(number) or self._units[number])
 
     def weights(self, unit: int, names: tuple[str, ...]) -> Weights:
         """Without stacks."""
-        slot, *what = self._opened(unit)
-        return slot.weights(*what, names)
+        number = self._rests.get(unit, unit)
+        return self.acquire(number).weights(number, self._spots.get(number) or self._units[number], names)
 
     def strands(self, piece: Piece) -> list[Tensor]:
         """Of some experts of a stack, over the slot that they are in when compute gets there."""
