@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -97,7 +98,7 @@ def mapped(value: Any, fn: Callable[[Tensor], Any]) -> Any:
     kind = type(value)
     if kind in (tuple, list):
         found = [mapped(v, fn) for v in value]
-        return value if all(a is b for a, b in zip(found, value)) else kind(found)
+        return value if all(map(operator.is_, found, value)) else kind(found)
     if isinstance(value, dict):
         items = {k: mapped(v, fn) for k, v in value.items()}
         changed = {k: v for k, v in items.items() if v is not value[k]}
