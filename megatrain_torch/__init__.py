@@ -23,8 +23,14 @@ from .base.limits import parse_bytes, show_bytes
 from .checkpoint.restore import CheckpointInfo, checkpoint_bytes, inspect_checkpoint, load
 from .checkpoint.save import SavePlan, Saving, save
 from .figures.report import StepReport
-from .model.pretrained import from_config, from_pretrained, read_pretrained
-from .model.stream import stream, stream_trainer, unstream
+from .model.stream import (
+    from_config,
+    from_pretrained,
+    read_pretrained,
+    stream,
+    stream_trainer,
+    unstream,
+)
 from .optim.adamw import AdamW
 from .plans.machine import Machine
 from .plans.planner import Plan, plan

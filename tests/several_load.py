@@ -29,7 +29,7 @@ def from_files(rank: int, group: Any, folder: str) -> dict[str, Any]:
     import transformers as tf
 
     from megatrain_torch import _core
-    from megatrain_torch.model import pretrained
+    from megatrain_torch.model import stream as pretrained
     read, made, own = [0], [0], (_core.read_file, pretrained.loaded)
 
     def counted(file: Any, *rest: Any) -> None:

@@ -21,7 +21,7 @@ from megatrain_torch import ops  # noqa: E402
 from megatrain_torch.base.codes import Coded, nf4_strands  # noqa: E402
 from megatrain_torch.base.units import usual_experts  # noqa: E402
 from megatrain_torch.graph.stacks import Stack  # noqa: E402
-from megatrain_torch.model.moving import move  # noqa: E402
+from megatrain_torch.model.homes import move  # noqa: E402
 from megatrain_torch.model.stream import runtime_of  # noqa: E402
 
 SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -188,7 +188,7 @@ def test_a_stand_in_used_as_a_tensor_is_the_mask() -> None:
     sdpa = torch.nn.functional.scaled_dot_product_attention
     assert torch.equal(sdpa(q, q, q, attn_mask=mask), sdpa(q, q, q, attn_mask=sight.real))
     seen: list[Tensor] = []
-    (args, same), rest = masks.dense((mask, seen), {"masks": {"full": mask}, "n": 3})
+    (args, same), rest = masks.dense(((mask, seen), {"masks": {"full": mask}, "n": 3}))
     assert args is sight.real and rest["masks"]["full"] is sight.real and rest["n"] == 3 and same is seen
 
 

@@ -154,7 +154,7 @@ def test_tokens_and_seq_plan_at_once() -> None:
     loop.step((4, 16))
     assert loop.planning.made == 1, "that was planned for"
     loop.step((8, 16))
-    assert loop.planning._lengths.longest() == 128, "that was not"
+    assert loop.planning.longest() == 128, "that was not"
 
 
 @pytest.mark.parametrize("given, said", [
@@ -175,7 +175,7 @@ def test_longer_passes_run_with_units_where_they_are() -> None:
     for seq in (64, 65, 70, 76, 77, 64, 300):
         loop.step((1, seq))
     assert loop.planning.made == 1 and loop.planning.plan.tokens == 64
-    assert sorted(loop.planning._lengths.plans) == [64, 128, 320] and "up to 320" in mt.explain(loop.model)
+    assert sorted(loop.planning._plans) == [64, 128, 320] and "up to 320" in mt.explain(loop.model)
 
 
 def test_units_move_where_a_longer_pass_is_much_slower_with_them_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +206,7 @@ def test_where_a_grade_above_does_not_fit_the_pass_itself_is_planned_for(fits_50
     loop = Loop(mt.stream(model(), "cpu", vram=VRAM))
     loop.step((2, 16))
     loop.step((2, 23))
-    assert loop.planning._lengths.longest() == 46
+    assert loop.planning.longest() == 46
     with pytest.raises(mt.MegatrainError, match="too much"):
         loop.step((2, 30))
 
@@ -331,8 +331,8 @@ def test_forwards_that_are_dropped_do_not_add_up() -> None:
 def test_a_step_in_a_backward_moves_nothing() -> None:
     plans, calls = object.__new__(planning.Planning), []
     plans._seen = planning.Seen()
-    plans._looks, plans.runtime = planning.Looks(), SimpleNamespace(homes=SimpleNamespace(on_disk=[]))
-    plans._looks.steps, plans._compare_homes = 1000, lambda: calls.append(True)
+    plans._looks, plans.runtime = list(planning.LOOKS), SimpleNamespace(homes=SimpleNamespace(on_disk=[]))
+    plans._steps, plans._compare_homes = 1000, lambda: calls.append(True)
     x = torch.ones(1, requires_grad=True)
     x.register_post_accumulate_grad_hook(lambda _: plans.stepped())
     x.sum().backward()
@@ -352,7 +352,7 @@ def test_nothing_moves_under_a_graph() -> None:
         one.opt.zero_grad()
     made = loop.planning.made
     assert loop.step((2, 16)) == plain.step((2, 16)) and same(loop, plain) and made == 1
-    assert loop.planning._lengths.longest() == 2 * 4 * 16 and loop.planning.plan.micro == 1
+    assert loop.planning.longest() == 2 * 4 * 16 and loop.planning.plan.micro == 1
 
 
 def test_graphs_that_were_only_held_do_not_refuse_what_fits(fits_50_tokens: None) -> None:
@@ -361,7 +361,7 @@ def test_graphs_that_were_only_held_do_not_refuse_what_fits(fits_50_tokens: None
     held = [loop.model(**batch(1, 16, i)).loss for i in range(6)]
     del held
     loop.step((2, 16))
-    assert loop.planning._lengths.longest() == 32 and loop.planning._seen.most.tokens == 32
+    assert loop.planning.longest() == 32 and loop.planning._seen.most.tokens == 32
 
 
 @pytest.mark.parametrize("skipped", ["by a scaler", "not finite", "by hand"])

@@ -202,8 +202,8 @@ def test_a_layer_that_turns_out_to_write_is_planned_for_before_the_next_pass() -
     run(m).backward()
     planning = runtime_of(m).planning
     keeps = {name: "replay" if name in LAYERS else mode for name, mode in planning.plan.activations.items()}
-    planning._move(dataclasses.replace(planning.plan, activations=keeps))        # as for longer passes
-    planning._lengths.begin(dataclasses.replace(planning.plan, activations=keeps))
+    planning._plans = {32: dataclasses.replace(planning.plan, activations=keeps)}
+    planning._move(planning._plans[32])          # as for longer passes
     with pytest.warns(UserWarning, match="keeps its activations"):
         run(m).backward()
     assert planning.made == 1 and {w.keeps for w in runtime_of(m).windows if w.name in LAYERS} == {"replay"}

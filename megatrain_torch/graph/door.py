@@ -34,20 +34,14 @@ PATIENCE_S = 60.0                            # a thread's, for another one to le
 
 
 class Door:
-    """
-    Attributes:
-        thread: who was let in last. tasks: backwards under way, and a thread of each.
-        forward: code whose frames are a forward.
-    """
-
-    forward: CodeType | None = None
+    forward: CodeType | None = None              # whose frames are a forward
 
     def __init__(self, name: str, own_threads: bool) -> None:
         """own_threads: autograd runs a backward in a thread of its own, not in the caller's."""
         self.name, self._own_threads = name, own_threads
         self._lock, self._turn = threading.RLock(), threading.Lock()
-        self.thread = self._depth = 0
-        self.tasks: dict[int, int] = {}
+        self.thread = self._depth = 0            # who was let in last, and how often
+        self.tasks: dict[int, int] = {}          # backwards under way, and a thread of each
 
     def enter(self, task: int) -> bool:
         """A forward begins, or a part of one, in a backward where task is not -1. True: it has to `leave`. Raises:

@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from ..model.runtime import Runtime
     from .handover import HandOver
 
-ADD = 1
 _ALIGN = 16                              # bytes, at which a parcel begins in a buffer
 LANE, WORK = _core.LANES["exchange"], _core.WORKS["offload"]
 
@@ -72,17 +71,13 @@ class Parcel(NamedTuple):
 
 
 class Layout:
-    """What of these parameters each owner gets.
-
-    Attributes:
-        records: these. parcels: by owner. bytes: of each owner's buffer.
-    """
+    """What of these parameters each owner gets."""
 
     def __init__(self, bounds: tuple[int, ...], records: list[Record]) -> None:
         """bounds: of the portions, in bytes of plane HI: Engine.portions."""
         self.records = records
-        self.parcels: list[list[Parcel]] = []
-        self.bytes: list[int] = []
+        self.parcels: list[list[Parcel]] = []        # by owner
+        self.bytes: list[int] = []                   # of each owner's buffer
         for begin, end in pairwise(bounds):
             at, own = 0, []
             for r in records:
@@ -114,22 +109,21 @@ def total(parts: list[Tensor], scale: float) -> Tensor:
 
 
 class Ready(NamedTuple):
-    """A unit of which this rank has told. packed: its gradients, zeros where there is none; None: there are none.
-    found: by parameter, whether any rank has one, when `work` is over."""
+    """A unit of which this rank has told."""
 
     unit: int
     layout: Layout
-    packed: Tensor | None
-    found: Tensor
+    packed: Tensor | None                # its gradients, zeros where there is none; None: there are none at all
+    found: Tensor                        # by parameter, whether any rank has one, when `work` is over
     work: Any
 
 
 class Sent(NamedTuple):
-    """A unit's gradients on their way. records: those of which some rank has one."""
+    """A unit's gradients on their way."""
 
     unit: int
     layout: Layout
-    records: list[Record]
+    records: list[Record]                # those of which some rank has one
     work: Any
     buffers: tuple[Tensor, Tensor]
     span: int | None                     # of a trace
@@ -146,12 +140,13 @@ class Exchange:
         self._ready: deque[Ready] = deque()
         self._sent: deque[Sent] = deque()
         self._turn = -1                      # the unit that is told next; -1: all were
-        self._begun = 0                      # all-to-alls of this backward
+        self.begun = 0                       # all-to-alls of this backward
         self._came: dict[int, set[Record]] = {}      # by unit, what has come home and was not told
         self._layouts: dict[int, Layout] = {}
         self._beside = Beside(model.device) if model.device.type == "cuda" else None
-        # NCCL's waits are the stream's. gloo's are the host's, for which other ranks may wait in turn.
-        self._by_streams = self._beside is not None and ranks.nccl() and not _blocks()
+        # NCCL's waits are the stream's, unless told to block. gloo's are the host's, for which ranks may wait in turn.
+        self._by_streams = self._beside is not None and ranks.nccl() and not any(
+            os.environ.get(name, "0") != "0" for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"))
         self._routed: dict[Record, list[RemovableHandle]] = {}       # parameters whose gradients autograd adds up
         self._stood: dict[Record, Tensor | None] = {}        # their `.grad`, while autograd has a new one
         self._routes: list[tuple[Record, Tensor]] = []       # what autograd has added up in this backward
@@ -168,17 +163,15 @@ class Exchange:
         for record, grad in pairs:
             self._hold(record, grad)
         self._send_ready()                   # so that no more than one unit is packed and not sent
-        while self._turn >= 0 and self._is_over(self._turn):
+        # Told is a unit of which nothing more is to come, as far as can be known: it was handed over, or passed by.
+        while self._turn >= 0 and not any(r.open for r in self._trained(self._turn)) and any(
+                held <= self._turn for held in self._held):
             self._tell_next()
 
     def _hold(self, record: Record, grad: Tensor) -> None:
         held = self._entire if record in self._entire else self._held.setdefault(record.unit, {})
         before = held.get(record)
         held[record] = grad if before is None else before + grad
-
-    def _is_over(self, unit: int) -> bool:
-        """Nothing more of the unit is to come, as far as can be known: it was handed over, or passed by."""
-        return not any(r.open for r in self._trained(unit)) and any(held <= unit for held in self._held)
 
     def route(self, record: Record) -> None:
         """Where autograd itself adds a gradient to this parameter's `.grad` (the parameter took part in arithmetic on
@@ -192,7 +185,6 @@ class Exchange:
                                     p.register_post_accumulate_grad_hook(lambda _: self._take_over(record))]
 
     def hooks(self, record: Record) -> int:
-        """That a parameter has from here."""
         return len(self._routed.get(record, ()))
 
     def close(self) -> None:
@@ -225,10 +217,12 @@ class Exchange:
         if not self.began:
             records, step = [r for unit in self._model.units for r in unit], self._steps % 256
             trained, n = [r.was_trainable for r in records], len(records)
-            modes = {r: self._home.would_claim(r) for r in records
-                     if r not in self._stood and r.was_trainable and r.numel}
-            said = [*(r in modes and modes[r] is None for r in records), *trained, *(not t for t in trained),
-                    ADD in modes.values(), step, 255 - step]
+            claimed = [r for r in records if r not in self._stood and r.was_trainable and r.numel]
+            there = [r for r in claimed if gradient.standing(r) is not None or gradient.kept(r)]
+            adds_to = {r for r in there if gradient.take_back(r)}
+            foreign = set(there) - adds_to
+            said = [*(r in foreign for r in records), *trained, *(not t for t in trained), bool(adds_to), step,
+                    255 - step]
             *found, adds, most, least = self._ranks.control.any_of(torch.tensor(said, dtype=torch.uint8)).tolist()
             kept, on, off = found[:n], found[n:2 * n], found[2 * n:]
             if differ := [r.name for r, some, others in zip(records, on, off) if some and others]:
@@ -266,7 +260,7 @@ class Exchange:
         if self._routes or self._error:
             self.joins()
         for record, grad in self._routes:
-            self._hold(record, self._home.conform(record, grad.to(self._model.device)))
+            self._hold(record, self._home.conform(record, grad.detach().to(self._model.device)))
         self._routes.clear()
         if self.began:
             self._finish()
@@ -285,7 +279,7 @@ class Exchange:
         for what in (self._held, self._ready, self._sent, self._came, self._stood, self._routes):
             what.clear()
         self._entire = {}
-        self.began, self._turn, self._begun, self._error = False, -1, 0, ""
+        self.began, self._turn, self.begun, self._error = False, -1, 0, ""
 
     def _finish(self) -> None:
         """What was not sent goes, and what came is told, until no rank has more."""
@@ -297,8 +291,11 @@ class Exchange:
                 self._send_ready()
                 while self._sent:
                     self._bring_home(self._sent.popleft())
-                some, more, failed = self._any_rank()
-                for record in some:
+                # Has any rank a gradient of one that is whole everywhere, or of units that were told; does one fail?
+                own = [grad is not None for grad in self._entire.values()]
+                bits = torch.tensor([*own, bool(self._held), bool(self._error)], dtype=torch.uint8)
+                *some, more, failed = self._ranks.control.any_of(bits).tolist()
+                for record in [r for r, bit in zip(self._entire, some) if bit]:
                     self._add_entire(record)
                 if not failed:
                     for unit in sorted(self._came, reverse=True):
@@ -308,7 +305,10 @@ class Exchange:
                 self._came.clear()
                 self._turn = len(self._model.units) - 1
             if failed:
-                self._fail()
+                texts = self._ranks.gather(self._error)
+                if self._error:
+                    raise _Told(self._error)
+                raise MegatrainError(next(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text))
         finally:
             self._forget()
 
@@ -319,20 +319,6 @@ class Exchange:
         whole = total(self._ranks.control.parts(sent.zero_() if own is None else sent.copy_(own)), self._scale)
         gradient.current(record)                  # a late one becomes a tensor
         gradient.add(record, whole.to(record.dtype))
-
-    def _fail(self) -> None:
-        texts = self._ranks.gather(self._error)
-        if self._error:
-            raise _Told(self._error)
-        raise MegatrainError(next(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text))
-
-    def _any_rank(self) -> tuple[list[Record], bool, bool]:
-        """Of which of those that are whole everywhere any rank has a gradient; whether one has some of units that were
-        told; and whether one fails."""
-        own = [grad is not None for grad in self._entire.values()]
-        bits = torch.tensor([*own, bool(self._held), bool(self._error)], dtype=torch.uint8)
-        *found, more, failed = self._ranks.control.any_of(bits).tolist()
-        return [r for r, bit in zip(self._entire, found) if bit], bool(more), bool(failed)
 
     # ---- a unit's way ----
 
@@ -345,21 +331,20 @@ class Exchange:
             known = self._layouts[unit] = Layout(self._model.core.portions(unit), records)
         return known
 
+    @torch.no_grad()
     def _tell_next(self) -> None:
         unit, self._turn = self._turn, self._turn - 1
         layout, grads = self._layout(unit), self._held.pop(unit, {})
-        if layout.records:
-            found = torch.tensor([r in grads for r in layout.records], dtype=torch.uint8)
-            told = self._telling.allreduce([found], most())
-            self._ready.append(Ready(unit, layout, self._packed(layout, grads) if grads else None, found, told))
-
-    @torch.no_grad()
-    def _packed(self, layout: Layout, grads: dict[Record, Tensor]) -> Tensor:
-        with nullcontext() if self._beside is None else self._beside.packing(grads.values()):
-            outward = torch.empty(sum(layout.bytes), dtype=torch.uint8, device=self._model.device)
-            for parcels, buffer in zip(layout.parcels, torch.split(outward, layout.bytes)):
-                pack(parcels, grads, buffer)
-        return outward
+        if not layout.records:
+            return
+        found = torch.tensor([r in grads for r in layout.records], dtype=torch.uint8)
+        told, packed = self._telling.allreduce([found], most()), None
+        if grads:
+            with nullcontext() if self._beside is None else self._beside.packing(grads.values()):
+                packed = torch.empty(sum(layout.bytes), dtype=torch.uint8, device=self._model.device)
+                for parcels, buffer in zip(layout.parcels, torch.split(packed, layout.bytes)):
+                    pack(parcels, grads, buffer)
+        self._ready.append(Ready(unit, layout, packed, found, told))
 
     def _send_ready(self) -> None:
         """What was told goes, when the others have told of it too."""
@@ -368,39 +353,32 @@ class Exchange:
         while self._sent and self._sent[0].work.is_completed():
             self._bring_home(self._sent.popleft())
 
-    def begun(self) -> int:
-        """All-to-alls of the backward under way, so far."""
-        return self._begun
-
     def catch_up(self, begun: int) -> None:
         """Another rank has begun so many."""
-        while self._begun < begun:
+        while self.begun < begun:
             self._send_next()
 
     @torch.no_grad()
     def _send_next(self) -> None:
-        one = self._ready.popleft()
+        one, device = self._ready.popleft(), self._model.device
         self._ranks.control.until(one.work, f"waits for others to come to gradients of unit {one.unit}")
         records = [r for r, bit in zip(one.layout.records, one.found.tolist()) if bit]
-        if records:
-            self._begun += 1
-            with self._entered():
-                sent = self._send(one, records)
-            if self._by_streams:
-                self._bring_home(sent)
-            else:
-                self._sent.append(sent)
-
-    def _send(self, one: Ready, records: list[Record]) -> Sent:
-        device, sizes, own = self._model.device, one.layout.bytes, one.layout.bytes[self._ranks.rank]
-        outward = torch.zeros(sum(sizes), dtype=torch.uint8, device=device) if one.packed is None else one.packed
-        inward = torch.empty(self._ranks.size * own, dtype=torch.uint8, device=device)
-        with self._ranks.control.named(f"exchanges gradients of unit {one.unit}"):
-            how = dist.AllToAllOptions()
-            how.asyncOp = True
-            span = self._model.core.span(LANE, WORK, one.unit, self._stream())
-            work = self._group.alltoall_base(inward, outward, [own] * self._ranks.size, sizes, how)
-        return Sent(one.unit, one.layout, records, work, (inward, outward), span)
+        if not records:
+            return
+        self.begun += 1
+        sizes, own, how = one.layout.bytes, one.layout.bytes[self._ranks.rank], dist.AllToAllOptions()
+        how.asyncOp = True
+        with self._entered():
+            outward = torch.zeros(sum(sizes), dtype=torch.uint8, device=device) if one.packed is None else one.packed
+            inward = torch.empty(self._ranks.size * own, dtype=torch.uint8, device=device)
+            with self._ranks.control.named(f"exchanges gradients of unit {one.unit}"):
+                span = self._model.core.span(LANE, WORK, one.unit, self._stream())
+                work = self._group.alltoall_base(inward, outward, [own] * self._ranks.size, sizes, how)
+        sent = Sent(one.unit, one.layout, records, work, (inward, outward), span)
+        if self._by_streams:
+            self._bring_home(sent)
+        else:
+            self._sent.append(sent)
 
     def _stream(self) -> int:
         return 0 if self._beside is None else self._beside.stream.cuda_stream
@@ -411,39 +389,25 @@ class Exchange:
     @torch.no_grad()
     def _bring_home(self, sent: Sent) -> None:
         with self._entered():
-            self._bring(sent)
-
-    def _bring(self, sent: Sent) -> None:
-        with self._ranks.control.named(f"exchanges gradients of unit {sent.unit}"):
-            sent.work.wait()
-        self._model.core.span_end(sent.span, sent.buffers[1].numel(), self._stream())
-        modes: dict[Record, int] = {}
-        for r in sent.records:
-            if self._home.would_claim(r) is not None:
-                modes[r] = self._home.claim(r)
-            elif not self._error:                    # somebody took its place while backward ran
-                self._error = str(self._home.no_place(r))
-        self._came.setdefault(sent.unit, set()).update(modes)
-        parts = tuple(sent.buffers[0].view(self._ranks.size, -1))
-        own = sent.layout.parcels[self._ranks.rank]
-        items, sources = self._items(own, parts, modes)
-        if items:
-            self._home.put(sent.unit, items, sources, self._stream() or None)
-
-    def _items(self, own: list[Parcel], parts: tuple[Tensor, ...], modes: dict[Record, int]
-               ) -> tuple[list[tuple[Any, ...]], list[Tensor]]:
-        """What is put, and the memory that it lies in. A parameter of which nothing is this rank's is put too: the
-        engine knows then that it has come."""
-        items: list[tuple[Any, ...]] = []
-        sources: list[Tensor] = []
-        mine = {p.record: p for p in own}
-        for r, mode in modes.items():
-            grad = total([mine[r].of(part) for part in parts], self._scale).to(r.dtype) if r in mine else None
-            sources += [] if grad is None else [grad]
-            reread = mode == ADD and r.written
-            r.written = r.written and not reread
-            items.append((r.index, 0 if grad is None else grad.data_ptr(), mode, int(reread)))
-        return items, sources
+            with self._ranks.control.named(f"exchanges gradients of unit {sent.unit}"):
+                sent.work.wait()
+            self._model.core.span_end(sent.span, sent.buffers[1].numel(), self._stream())
+            parts = tuple(sent.buffers[0].view(self._ranks.size, -1))
+            mine = {p.record: p for p in sent.layout.parcels[self._ranks.rank]}
+            items: list[tuple[Any, ...]] = []
+            sources: list[Tensor] = []
+            for r in sent.records:
+                if (found := self._home.claim(r)) is None:       # somebody took its place while backward ran
+                    self._error = self._error or (f"{r.name}: somebody took its .grad while backward ran, and further "
+                                                  "gradients of several processes cannot be added to that")
+                    continue
+                # One of which nothing is this rank's is put too: the engine knows then that it has come.
+                grad = total([mine[r].of(part) for part in parts], self._scale).to(r.dtype) if r in mine else None
+                sources += [] if grad is None else [grad]
+                items.append((r.index, 0 if grad is None else grad.data_ptr(), *found))
+                self._came.setdefault(sent.unit, set()).add(r)
+            if items:
+                self._home.put(sent.unit, items, sources, self._stream() or None)
 
 
 class _Told(MegatrainError):
@@ -469,8 +433,3 @@ class Beside:
             grad.record_stream(self.stream)
         if len(self._packed) > 2:
             compute.wait_event(self._packed.popleft())
-
-
-def _blocks() -> bool:
-    """NCCL's waits are the host's, as gloo's."""
-    return any(os.environ.get(name, "0") != "0" for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"))

@@ -16,7 +16,7 @@ import contextlib
 import copy
 import dataclasses
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -278,8 +278,7 @@ class ReplayFrame:
         others = [(m, type(m)) for m, kind in self.classes if type(m) is not kind]
         hooks, outer, opened = _hooks(window), None, False
         try:
-            if others:
-                _give_classes(self.classes)
+            _give_classes(self.classes)
             _change_hooks(hooks, self.hooks)
             set_surroundings(rt.device, self.surroundings)
             torch.set_autocast_cache_enabled(False)      # it would keep casts of weights that move on
@@ -391,18 +390,14 @@ _ATOMS = {type(None), bool, int, float, str, torch.dtype, torch.device}
 
 
 class Fork:
-    """A copy of the arguments whose containers and caches may be changed; tensors are shared, detached.
-
-    Attributes:
-        watched: (tensor, version) of each tensor met. with_grad: those that require a gradient, and were copied.
-    """
+    """A copy of the arguments whose containers and caches may be changed; tensors are shared, detached."""
 
     def __init__(self, clone: bool = False, as_results: bool = False, away: Bundle | None = None) -> None:
         """clone: floating tensors are copied too. as_results: tensors that require a gradient come as results of an
         operation, as they did first. away: where those are put instead, of which parts stand for them."""
         self.clone, self.as_results, self.away = clone, as_results, away
-        self.watched: list[tuple[Tensor, int]] = []
-        self.with_grad: list[Tensor] = []
+        self.watched: list[tuple[Tensor, int]] = []      # each tensor met, with its version
+        self.with_grad: list[Tensor] = []                # those that require a gradient, and were copied
         self.met: dict[int, Any] = {}
 
     def __call__(self, value: Any) -> Any:
@@ -415,7 +410,24 @@ class Fork:
             return self._tensor(value)
         if kind is tuple:
             return tuple([self(v) for v in value])
-        return self._object(value)
+        if id(value) in self.met:
+            return self.met[id(value)]
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, tuple):
+            return kind(*map(self, value)) if hasattr(value, "_fields") else kind(map(self, value))
+        if isinstance(value, type) or not (isinstance(value, (dict, list)) or dataclasses.is_dataclass(value)
+                                           or is_cache(value)):
+            return value
+        out = self.met[id(value)] = copy.copy(value)
+        if isinstance(value, dict):
+            for k, v in value.items():
+                dict.__setitem__(out, k, self(v))
+        elif isinstance(value, list):
+            out[:] = [self(v) for v in value]
+        for k, v in getattr(value, "__dict__", {}).items():
+            object.__setattr__(out, k, self(v))
+        return out
 
     def call(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return self(args), {k: self(v) for k, v in kwargs.items()}
@@ -436,26 +448,6 @@ class Fork:
         self.with_grad.append(t)
         out = (out if self.clone else out.detach()).requires_grad_()
         return _Result.apply(out) if self.as_results else out
-
-    def _object(self, value: Any) -> Any:
-        if id(value) in self.met:
-            return self.met[id(value)]
-        if isinstance(value, Tensor):
-            return self._tensor(value)
-        if isinstance(value, tuple):
-            return type(value)(*map(self, value)) if hasattr(value, "_fields") else type(value)(map(self, value))
-        if not (isinstance(value, (dict, list)) or dataclasses.is_dataclass(value) or is_cache(value)) \
-                or isinstance(value, type):
-            return value
-        out = self.met[id(value)] = copy.copy(value)
-        if isinstance(value, dict):
-            for k, v in value.items():
-                dict.__setitem__(out, k, self(v))
-        elif isinstance(value, list):
-            out[:] = [self(v) for v in value]
-        for k, v in getattr(value, "__dict__", {}).items():
-            object.__setattr__(out, k, self(v))
-        return out
 
 
 # ---- random numbers and autocast ---------------------------------------------------------------
@@ -484,39 +476,14 @@ def _generators(device: torch.device) -> list[torch.Generator]:
 
 # ---- modules of a window -----------------------------------------------------------------------
 
-class Below:
-    """Some modules of a window, in order; the window's own, which comes first, weakly: it has the window.
-
-    Attributes:
-        inside: the others.
-    """
-
-    __slots__ = ("_top", "inside")
-
-    def __init__(self, top: nn.Module, modules: Iterable[nn.Module]) -> None:
-        modules = list(modules)
-        self.inside = tuple(m for m in modules if m is not top)
-        self._top = weakref.ref(top) if len(self.inside) < len(modules) else None
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        if self._top is not None:
-            yield self._top()
-        yield from self.inside
-
-    def __bool__(self) -> bool:
-        return self._top is not None or bool(self.inside)
-
-
-def snapshot_buffers(modules: Below) -> list[tuple[nn.Module, str, Any, Any]]:
+def snapshot_buffers(modules: list[nn.Module]) -> list[tuple[nn.Module, str, Any, Any]]:
     """(module, name, tensor, copy of its values): BatchNorm writes without leaving a trace in `_version`."""
-    if not modules:
-        return []
     with torch.no_grad():
         return [(m, k, b, b.clone() if isinstance(b, Tensor) else None)
                 for m in modules for k, b in m._buffers.items()]
 
 
-def restore_buffers(modules: Below, snapshot: list[tuple[nn.Module, str, Any, Any]]) -> list[Any]:
+def restore_buffers(modules: list[nn.Module], snapshot: list[tuple[nn.Module, str, Any, Any]]) -> list[Any]:
     """Puts values back that have changed; returns what was there."""
     if not snapshot:
         return []
@@ -531,7 +498,7 @@ def restore_buffers(modules: Below, snapshot: list[tuple[nn.Module, str, Any, An
 
 
 @contextlib.contextmanager
-def flat_weights(recurrent: Below) -> Iterator[None]:
+def flat_weights(recurrent: list[nn.Module]) -> Iterator[None]:
     """nn.LSTM and its kin read a list made when the module was built: made again from the slots.
 
     Where the list is not of the weights that they read, they put those into one buffer for cuDNN, in place. Without

@@ -57,7 +57,7 @@ class HandOver:
         if use is not None:
             use.hand()
         out: list[Tensor | None] = [None] * len(records)
-        by_unit: dict[int, list[tuple[Record, Tensor]]] = {}
+        found: list[tuple[Record, Tensor]] = []
         for i, (record, node, grad) in enumerate(zip(records, nodes, grads)):
             kind = "unwanted" if grad is None and record.pending is None else self._kind(record, node)
             if kind == "real" and grad is not None:
@@ -68,8 +68,8 @@ class HandOver:
                 if again or record.open > 0 or record.pending is not None:
                     grad = self._sum(record, grad, again or record.open > 0)
                 if grad is not None:
-                    by_unit.setdefault(record.unit, []).append((record, grad))
-        self._send(by_unit)
+                    found.append((record, grad))
+        self._send(found)
         self.runtime.trace.handed_over()
         return out
 
@@ -154,20 +154,16 @@ class HandOver:
         self._tell(task)
         self.runtime.door.tasks.pop(task, None)
         self.runtime.swap.sweep()
-        by_unit: dict[int, list[tuple[Record, Tensor]]] = {}
-        for record, total in self._dropped():
-            if total is not None:
-                by_unit.setdefault(record.unit, []).append((record, total))
-        self._send(by_unit)
+        self._send(self._dropped())
         if self.runtime.exchange is not None and not self.tasks:
             self.runtime.exchange.ends()
         self.runtime.forget_reads()
         self.runtime.trace.handed_over()
 
-    def _dropped(self) -> list[tuple[Record, Tensor | None]]:
+    def _dropped(self) -> list[tuple[Record, Tensor]]:
         """Device sums are no longer waited for; gives them."""
-        found = [(r, r.pending) for r in self.summed.values()]
-        for record, _ in found:
+        found = [(r, r.pending) for r in self.summed.values() if r.pending is not None]
+        for record in self.summed.values():
             record.pending = None
         self.summed.clear()
         return found
@@ -187,11 +183,14 @@ class HandOver:
 
     # ---- to the store ----
 
-    def _send(self, by_unit: dict[int, list[tuple[Record, Tensor]]]) -> None:
-        exchange = self.runtime.exchange
+    def _send(self, found: list[tuple[Record, Tensor]]) -> None:
+        exchange, arrivals = self.runtime.exchange, self.runtime.homes.arrivals
+        by_unit: dict[int, list[tuple[Record, Tensor]]] = {}
+        for record, grad in found:
+            by_unit.setdefault(record.unit, []).append((record, grad))
         for unit, pairs in by_unit.items():
-            if self.runtime.homes.arrivals.units:      # of several processes too, whose gradients come home later; and
-                self.runtime.homes.arrivals.handed(unit)         # before an update in backward, which ends a stay
+            if arrivals.units:               # of several processes too, whose gradients come home later; and before an
+                arrivals.handed(unit)        # update in backward, which ends a stay
             if exchange is None:
                 self._send_unit(unit, pairs)
             else:
@@ -212,14 +211,12 @@ class HandOver:
         for record, grad in pairs:
             if grad.layout != torch.strided or grad.stride() != record.stride or grad.dtype != record.dtype:
                 grad = self.conform(record, grad)
-            mode = SET if passing else self._claim(record)
-            if mode is None:
+            found = (SET, 0) if passing else self.claim(record)
+            if found is None:
                 gradient.add(record, grad)
                 self.unstepped = True
             elif record.numel:
-                reread, record.written = mode == ADD and record.written, False
-                record.summed = mode == ADD and record.dtype.itemsize == 2
-                items.append((record.index, grad.data_ptr(), mode, int(reread)))
+                items.append((record.index, grad.data_ptr(), *found))
                 sources.append(grad)
         if items:
             self.put(unit, items, sources)
@@ -273,38 +270,19 @@ class HandOver:
         if grad.layout != torch.strided:
             raise MegatrainError(f"{record.name}: its gradient is {grad.layout}; use dense gradients (sparse=False)")
         if grad.stride() == record.stride and grad.dtype == record.dtype:
-            return grad.detach()
+            return grad
         with torch.no_grad():
             return torch.empty_strided(record.shape, record.stride, dtype=record.dtype, device=grad.device).copy_(grad)
 
     @staticmethod
-    def _claim(record: Record) -> int | None:
-        """SET or ADD into the GRAD plane; None when somebody has a tensor over it, or `.grad` is one of the user's."""
+    def claim(record: Record) -> tuple[int, int] | None:
+        """The gradient is late from now on: SET or ADD into plane GRAD, and whether host memory counts, as
+        Engine.offload takes them. None: somebody has a tensor over the plane, or `.grad` is one of the user's."""
         if gradient.begin(record):
             record.set_in = in_backward()
-            return SET
-        return ADD if gradient.take_back(record) else None
-
-    def claim(self, record: Record) -> int:
-        """SET or ADD, of a gradient that several processes have made. It is late from now on. Raises: somebody has the
-        gradient's memory."""
-        mode = self._claim(record)
-        if mode is None:
-            raise self.no_place(record)
-        record.summed = mode == ADD and record.dtype.itemsize == 2
-        return mode
-
-    def would_claim(self, record: Record) -> int | None:
-        """The same for one that this process did not make, and may never hear of; None: not where it would be put."""
-        if gradient.standing(record) is None and not gradient.kept(record):
-            return SET
-        return ADD if gradient.take_back(record) else None
-
-    @staticmethod
-    def no_place(record: Record) -> MegatrainError:
-        return MegatrainError(f"{record.name}: somebody took its .grad while backward ran, and further gradients of "
-                              "several processes cannot be added to that")
-
-    def release(self) -> None:
-        """Compute has waited for every copy: nothing needs to be kept."""
-        self.alive.clear()
+            return SET, 0
+        if not gradient.take_back(record):
+            return None
+        reread, record.written = record.written, False
+        record.summed = record.dtype.itemsize == 2
+        return ADD, int(reread)

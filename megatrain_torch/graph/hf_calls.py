@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -81,7 +82,7 @@ class StandIn(Tensor):
         if func in _SAID:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        return func(*_real(args), **_real(kwargs or {}))
+        return func(*dense(args), **dense(kwargs or {}))
 
 
 _DEVICE = (Tensor.device.__get__,)
@@ -97,7 +98,7 @@ def mapped(value: Any, fn: Callable[[Tensor], Any]) -> Any:
     kind = type(value)
     if kind in (tuple, list):
         found = [mapped(v, fn) for v in value]
-        return value if all(a is b for a, b in zip(found, value)) else kind(found)
+        return value if all(map(operator.is_, found, value)) else kind(found)
     if isinstance(value, dict):
         items = {k: mapped(v, fn) for k, v in value.items()}
         changed = {k: v for k, v in items.items() if v is not value[k]}
@@ -108,14 +109,9 @@ def mapped(value: Any, fn: Callable[[Tensor], Any]) -> Any:
     return value
 
 
-def _real(value: Any) -> Any:
-    """With real masks."""
+def dense(value: Any) -> Any:
+    """With real masks: for a layer that runs its own code."""
     return mapped(value, lambda t: t.sight.real if isinstance(t, StandIn) else t)
-
-
-def dense(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Arguments of a layer that runs its own code: with real masks."""
-    return _real(args), _real(kwargs)
 
 
 def sight_of(mask: Any) -> Sight | None:
@@ -245,9 +241,7 @@ def hooked(hooks: list[dict[int, Any]]) -> bool:
     if not any(hooks):
         return False
     name = _CAPTURING if _collector() is not None else None
-    if any(getattr(h, "__module__", "") != name for d in hooks for h in d.values()):
-        return True
-    return collects()
+    return any(getattr(h, "__module__", "") != name for d in hooks for h in d.values()) or collects()
 
 
 def collects() -> bool:

@@ -49,16 +49,12 @@ def _call_for_one(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 
 class Reading:
-    """What is known of a call, and of others for which it `holds`.
-
-    Attributes:
-        writes: what the code changes beside its output, in words; "": nothing.
-        holds_tensors: it reads tensors that are no weights, buffers or arguments, whose values no guard looks at.
-        found: what the judge found of the graph.
-    """
+    """What is known of a call, and of others for which it `holds`."""
 
     def __init__(self) -> None:
-        self.writes, self.holds_tensors, self.found = "", False, None
+        self.writes = ""                     # what the code changes beside its output, in words
+        self.holds_tensors = False           # it reads others than weights, buffers and arguments: no guard sees values
+        self.found: Any = None               # what the judge found of the graph
         self._guards: Any = None
         self._names: Any = (), ()            # globals that may hide builtins, and the names of these
         self._environ: dict[Any, Any] | None = None                     # of a process, where code looks into that
@@ -98,17 +94,12 @@ def _running(kind: type, code: set[types.CodeType]) -> set[str]:
 
 
 class Graph(NamedTuple):
-    """A call's operations, for a judge.
+    """A call's operations, for a judge."""
 
-    Attributes:
-        module: a torch.fx.GraphModule of torch's functions. inputs: by placeholder, what lies there: the source in
-            dynamo's words, and its fake value. fake: the mode of the fake tensors. real: by placeholder, the tensor.
-    """
-
-    module: Any
-    inputs: dict[str, tuple[Any, Any]]
-    fake: Any
-    real: dict[str, Any]
+    module: Any                         # a torch.fx.GraphModule of torch's functions
+    inputs: dict[str, tuple[Any, Any]]  # by placeholder, what lies there: the source in dynamo's words, its fake value
+    fake: Any                           # the mode of the fake tensors
+    real: dict[str, Any]                # by placeholder, the tensor
 
 
 def scope_of(forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -173,14 +164,10 @@ READINGS: dict[tuple[Any, ...], list[Reading]] = {}
 
 
 class Reader:
-    """Of one window.
-
-    Attributes:
-        last: what held for its last call; None: something else is read now.
-    """
+    """Of one window."""
 
     def __init__(self) -> None:
-        self.last: Reading | None = None
+        self.last: Reading | None = None     # what held for its last call
         self._key: Any = None
         self._reads = 0
 

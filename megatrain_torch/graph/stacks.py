@@ -26,16 +26,12 @@ _PRODUCTS = {"_grouped_mm", "grouped_mm", "grouped_mm_fallback"}       # torch's
 
 
 class Stack(Tensor):
-    """In the place of a stack of experts [E, ., .], which is frozen.
+    """In the place of a stack of experts [E, ., .], which is frozen."""
 
-    Attributes:
-        stacked: where they are. window: which runs. flipped: the last two dimensions have changed places.
-    """
-
-    stacked: Stacked
-    window: Window
+    stacked: Stacked            # where they are
+    window: Window              # which runs
     like: Tensor
-    flipped: bool
+    flipped: bool               # the last two dimensions have changed places
 
     @staticmethod
     def __new__(cls, stacked: Stacked, window: Window, like: Tensor, flipped: bool = False) -> Stack:

@@ -54,28 +54,21 @@ class Part:
 
 
 class Bundle:
-    """What one window keeps of one call.
-
-    Attributes:
-        position: where the window comes in the order of forwards. needed: that of the window whose backward asks for it
-            first: its own, or the next, which makes its input again from it. disk: it waits in the file.
-        sources: the tensors, until they have left or were asked for.
-        landed: by number, those that came back and were not asked for yet.
-        input: the number of the window's input, for whoever saves that too; -1: it is not among them.
-        wanted: how often each is still to be asked for, by the backward that comes first.
-    """
+    """What one window keeps of one call."""
 
     def __init__(self, swap: Swap, window: Window, disk: bool = False) -> None:
         self.swap, self.unit, self.disk = swap, window.units[0], disk
         self.core = swap.runtime.core        # a bundle may be the last to go
+        # Where the window comes in the order of forwards; and where that one does whose backward asks for it first: its
+        # own, or the next, which makes its input again from it.
         self.position = self.needed = swap.position
-        self.sources: list[Tensor] = []
+        self.sources: list[Tensor] = []      # until they have left or were asked for
         self.versions: list[tuple[Tensor, int]] = []
         self.shapes: list[tuple[Any, Any, torch.dtype, int]] = []
         self.known: dict[Any, int] = {}
-        self.wanted: list[int] = []
-        self.landed: dict[int, Tensor] = {}
-        self.input = -1
+        self.wanted: list[int] = []          # how often each is still to be asked for, by the backward that comes first
+        self.landed: dict[int, Tensor] = {}  # those that came back and were not asked for yet
+        self.input = -1                      # the number of the window's input, if it is among them
         self.number = 0                      # the engine's; 0: has not left
         self.met = False                     # asked for
         self.coming = False                  # on its way back, and no stream has waited for it
@@ -157,16 +150,12 @@ class Bundle:
 
 
 class Swap:
-    """All bundles of a streamed model.
-
-    Attributes:
-        ahead: windows before the one in backward whose bundles come back.
-        position: windows run under autograd so far.
-    """
+    """All bundles of a streamed model."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self.ahead, self.position = 1, 0
+        self.ahead = 1                       # windows before the one in backward whose bundles come back
+        self.position = 0                    # windows run under autograd so far
         self.held: deque[tuple[Bundle, list[Tensor]]] = deque()      # whose sources may not be freed yet
         self.out: list[weakref.ref[Bundle]] = []         # in the order in which they left
 

@@ -18,20 +18,12 @@ from torch import Tensor, nn
 
 from ..base import modes
 from ..base.errors import MegatrainError
-from ..base.modes import Mode
-from ..store.records import Record, Use
-from ..store.state import (
-    DeviceParameter,
-    accumulators,
-    in_backward,
-    in_sight,
-    swap_window,
-    takes_no_hooks,
-)
+from ..store.records import Record
+from ..store.state import Bind, DeviceParameter, in_backward, swap_window
 from ..store.whole import Piece, Stacked, Whole
 from . import hf_calls
 from .door import method_of
-from .frames import Below, HostFrame, ReplayFrame, SavedFrame, _pop, _push, flat_weights
+from .frames import HostFrame, ReplayFrame, SavedFrame, _pop, _push, flat_weights
 from .reader import Reader, Reading, Unreadable, modes_on, read, scope_of, stand_in
 from .stacks import Stack
 from .swap import storage_of
@@ -42,24 +34,6 @@ if TYPE_CHECKING:
     from ..model.runtime import Runtime
 
 
-@in_sight
-@takes_no_hooks
-class Bind(torch.autograd.Function):
-    """Host parameters in, slot tensors out; weight gradients in, to the store."""
-
-    @staticmethod
-    def forward(ctx: Any, window: Window, records: list[Record], *params: Tensor) -> tuple[Tensor, ...]:
-        ctx.window, ctx.records = window, records
-        ctx.use = Use(records) if in_backward() == -1 else None
-        ctx.set_materialize_grads(False)
-        return tuple(window.views(records))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        handover = ctx.window.runtime.handover
-        return None, None, *handover.take(ctx.records, ctx.use, accumulators(ctx), grads)
-
-
 def refuse_functorch(name: str) -> None:
     if torch._C._functorch.maybe_current_level() is not None:
         raise MegatrainError(f"{name}: torch.func's transforms know nothing of streamed weights: give all weights with "
@@ -67,28 +41,18 @@ def refuse_functorch(name: str) -> None:
 
 
 class Window:
-    """One module that is run with its weights bound.
-
-    Attributes:
-        records: parameters of the subtree, each once, in module order.
-        units: units they lie in; acquired one after another when the window opens.
-        mode: one of modes.py, or "auto" until the first training step decides.
-        proved: a first replayed run has shown that inputs are not written in place.
-        answering: records that are no codes' strands, with the attributes that user code sets on their parameters.
-        wholes: weights that are codes. expanded: those that are 16-bit weights in the run under way, by their memory,
-            and pieces of stacks that are.
-    """
+    """One module that is run with its weights bound. records: parameters of the subtree, each once, in module order."""
 
     def __init__(self, runtime: Runtime, name: str, module: nn.Module, records: list[Record]) -> None:
         self.runtime, self.name, self.records = runtime, name, records
-        self.units = list(dict.fromkeys(r.unit for r in records))
+        self.units = list(dict.fromkeys(r.unit for r in records))    # acquired one after another when it opens
         self._module, own = weakref.ref(module), module.forward      # which has this window
         self._is_method = method_of(own, module)
         self._own = own.__func__ if self._is_method else own
         self._is_class = self._is_method and "forward" not in vars(module)
         self.alone = False                   # its records are all of one unit's, in order: set when units are known
-        self.mode = "auto"
-        self.proved = False
+        self.mode = "auto"                   # one of modes.py, or "auto" until the first training step decides
+        self.proved = False                  # a first replayed run has shown that inputs are not written in place
         self.fused: Fused | None = None      # what runs it, where a template does; else why not
         self.unfit = ""
         self.writes = ""                     # what its code changes beside its output, where that is known
@@ -97,24 +61,35 @@ class Window:
         self.trainable: list[Record] = []
         self.frozen: list[Record] = []
         self.params: list[nn.Parameter] = []
+        self.wholes = [r.whole for r in records if r.whole is not None]          # weights that are codes
+        # Those, and pieces of stacks, that are 16-bit weights in the run under way, by their memory.
         self.expanded: dict[int, Whole | Piece] = {}
-        self.wholes = [r.whole for r in records if r.whole is not None]
+        # Records that are no codes' strands, with the attributes that user code sets on their parameters.
         strands = {r for whole in self.wholes for r in whole.records}
         self.answering = [(r, vars(r.param)) for r in records if r not in strands]
         self.look()
 
     def look(self) -> None:
-        """At the modules there are."""
-        module = self._module()
-        self.modules = Below(module, module.modules())
-        self.buffered = Below(module, [m for m in module.modules()       # those of user's classes may be, later
-                                       if m._buffers or not type(m).__module__.startswith("torch.nn.")])
-        self.recurrent = Below(module, [m for m in module.modules() if isinstance(m, nn.RNNBase)])
-        self.hooks = hf_calls.hooks_of(self.modules.inside)
+        """At the modules there are. The window's own has the window, and so is not kept."""
+        self._inside = tuple(self._module().modules())[1:]
+        self.hooks = hf_calls.hooks_of(self._inside)
+        self._recurs = any(isinstance(m, nn.RNNBase) for m in self.modules)
 
     @property
     def module(self) -> nn.Module:
         return self._module()
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return self._module(), *self._inside
+
+    @property
+    def buffered(self) -> list[nn.Module]:
+        return [m for m in self.modules if m._buffers]
+
+    @property
+    def recurrent(self) -> list[nn.Module]:
+        return [m for m in self.modules if isinstance(m, nn.RNNBase)] if self._recurs else []
 
     @property
     def inner(self) -> Any:
@@ -196,7 +171,7 @@ class Window:
     def bind(self, trainable: list[Record], frozen: list[Record]) -> dict[Record, Tensor]:
         """Slot tensors, of which those of `trainable` are tied to the host parameters."""
         params = self.params if trainable is self.trainable else [r.param for r in trainable]
-        bound = dict(zip(trainable, Bind.apply(self, trainable, *params))) if trainable else {}
+        bound = dict(zip(trainable, Bind.apply(trainable, self.views, *params))) if trainable else {}
         if frozen:
             with torch.no_grad():
                 bound.update(zip(frozen, self.views(frozen)))
@@ -242,19 +217,26 @@ class Window:
             if left:
                 refuse_functorch(self.name)
             bound = self.bind([r for r in left if r.was_trainable], [r for r in left if not r.was_trainable])
-            return self.run(*hf_calls.dense(args, kwargs), bound, SavedFrame(self) if left else None, given=True)
+            return self.run(*hf_calls.dense((args, kwargs)), bound, SavedFrame(self) if left else None, given=True)
         refuse_functorch(self.name)
         rt.swap.entered()
         if self.head is not None and (out := self.head(args, kwargs)) is not None:
             return out
         if self.fused is not None and (out := self.fused(args, kwargs)) is not None:
             return out
-        args, kwargs = hf_calls.dense(args, kwargs)
+        args, kwargs = hf_calls.dense((args, kwargs))
         mode, reading = rt.keeps.of_own_code(self), None
         if mode.keep != "saved":
             reading = self._reading(args, kwargs)
             if reading is not None and reading.writes:       # what it writes beside its output it would write again
-                mode = self._tell_of_writes(reading.writes, mode)
+                saved = modes.read(str(mode.saved))
+                if not self.writes:
+                    warnings.warn(f"{self.name}: {reading.writes}, so it is not run again in backward but keeps its "
+                                  f"activations: a plan says {str(mode)!r}. A module that leaves itself as it was can "
+                                  "be run again", stacklevel=2)
+                else:                                        # from its second call on, this is the window's
+                    self.mode = str(saved)
+                self.writes, mode = reading.writes, saved
         frame: Any
         if mode.keep != "saved":
             frame = ReplayFrame(self, args, kwargs, reading)
@@ -294,17 +276,6 @@ class Window:
         except Unreadable:
             return None
 
-    def _tell_of_writes(self, what: str, mode: Mode) -> Mode:
-        """The mode in which it does not run again; from its second call on, this is the window's."""
-        saved = modes.read(str(mode.saved))
-        if not self.writes:
-            warnings.warn(f"{self.name}: {what}, so it is not run again in backward but keeps its activations: a plan "
-                          f"says {str(mode)!r}. A module that leaves itself as it was can be run again", stacklevel=2)
-        else:
-            self.mode = str(saved)
-        self.writes = what
-        return saved
-
     def run(self, args: Any, kwargs: Any, bound: dict[Record, Tensor], frame: Any = None, given: bool = False) -> Any:
         """The module's own forward with these weights bound; `frame` packs what autograd saves. given: tensors that are
         no parameters' are in some places, of which autocast may keep casts."""
@@ -316,7 +287,7 @@ class Window:
         outer = swap_window(bound)
         try:
             torch.set_autocast_cache_enabled(cached_casts and given)     # it would keep casts of weights that move on
-            with flat_weights(self.recurrent) if self.recurrent else nullcontext():
+            with flat_weights(self.recurrent) if self._recurs else nullcontext():
                 out = inner(*args, **kwargs)
         finally:
             swap_window(outer)

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,22 +33,18 @@ _watching = threading.Lock() # taken for good by the first
 
 
 class Ranks:
-    """
-    Attributes:
-        rank, size: this process's number, and how many there are.
-        data: the group in which gradients go. control: what they tell each other goes there.
-        machines: by rank, what names the machine that it is on.
-        ways: by (sender, hearer), groups in which weights go to other machines, and come from there.
-        taken: bytes of the device that NCCL took for this process, by whichever ranks asked first.
-    """
-
-    taken = 0
+    taken = 0                    # bytes of the device that NCCL took for this process, by whichever ranks asked first
 
     def __init__(self, data: dist.ProcessGroup, patience: timedelta = PATIENCE) -> None:
         """patience: as Control has it."""
-        self.data, self.rank, self.size = data, dist.get_rank(data), dist.get_world_size(data)
-        self.control = Control(data, patience)
-        self.machines: list[str] = self.gather(_machine())
+        self.data, self.rank, self.size = data, dist.get_rank(data), dist.get_world_size(data)   # gradients go in data
+        self.control = Control(data, patience)           # what they tell each other goes there
+        # By rank, what names its machine: its boot. Under torchrun two agents on one machine are as two machines.
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        self.machines: list[str] = self.gather(f"{boot} {os.environ.get('GROUP_RANK', '')}".strip())
+        self.mates = self._on(self.machines[self.rank])  # ranks on this one's machine, in order
+        self.apart = len(self.mates) < self.size         # they are on several machines
+        # By (sender, hearer), groups in which weights go to other machines, and come from there.
         self.ways: dict[tuple[int, int], Any] = {}
         self._aside: Ranks | None = None
         self._gathers: Any = None
@@ -75,11 +71,6 @@ class Ranks:
             self._aside = copy.copy(self)
             self._aside.control = Control(self.data, self.control.patience, self.control.engine)
         return self._aside
-
-    @property
-    def mates(self) -> list[int]:
-        """Ranks on this machine, in order."""
-        return [r for r, machine in enumerate(self.machines) if machine == self.machines[self.rank]]
 
     def nccl(self) -> bool:
         """GPUs' tensors go by it."""
@@ -122,16 +113,13 @@ class Ranks:
             with contextlib.suppress(Exception):
                 (group.abort if failed else group.shutdown)()
 
-    @property
-    def apart(self) -> bool:
-        """Ranks are on several machines."""
-        return len(set(self.machines)) > 1
+    def _on(self, machine: str) -> list[int]:
+        return [r for r, other in enumerate(self.machines) if other == machine]
 
     def _beside(self, machine: str, rank: int) -> int:
         """The rank of that machine that has to do with this one of another."""
-        place = [r for r, other in enumerate(self.machines) if other == self.machines[rank]].index(rank)
-        there = [r for r, other in enumerate(self.machines) if other == machine]
-        return there[place % len(there)]
+        there = self._on(machine)
+        return there[self._on(self.machines[rank]).index(rank) % len(there)]
 
     def hearers(self) -> dict[str, int]:
         """Who speaks for this rank on other machines, by machine."""
@@ -154,27 +142,6 @@ class Ranks:
     def gather(self, value: Any) -> list[Any]:
         """What each rank gives, by rank."""
         return self.control.gather(value)
-
-    def meet(self) -> None:
-        """All ranks have come here."""
-        self.control.gather(None)
-
-    @contextmanager
-    def as_one(self) -> Iterator[None]:
-        """What fails on one rank fails on all, in its words; whatever it is, since the others wait here."""
-        error: BaseException | None = None
-        try:
-            yield
-        except BaseException as own:
-            error = own
-        named = isinstance(error, MegatrainError)
-        try:
-            texts = self.gather(None if error is None else str(error) if named else f"{type(error).__name__}: {error}")
-        finally:
-            if error is not None:
-                raise error
-        if (rank := next((r for r, text in enumerate(texts) if text is not None), None)) is not None:
-            raise MegatrainError(f"rank {rank}: {texts[rank]}")
 
     def agree(self, what: str, value: Any) -> None:
         """Raises on every rank: the ranks do not all give the same; which ones differ, and in what."""
@@ -199,27 +166,15 @@ def ranks_of(group: Any) -> Ranks | None:
             raise MegatrainError(f"{why}: torch.distributed is not initialized; call torch.distributed."
                                  "init_process_group() before, or each trains a model of its own")
         return None
-    data = _group_of(group)
-    return Ranks(data) if dist.get_world_size(data) > 1 else None
-
-
-def _group_of(group: Any) -> dist.ProcessGroup:
-    if group is None:
-        return dist.group.WORLD
-    if isinstance(group, dist.ProcessGroup):
-        return group
+    data = dist.group.WORLD if group is None else group
     if isinstance(group, dist.device_mesh.DeviceMesh):
         if group.ndim != 1:
             raise MegatrainError(f"group=: a mesh of {group.ndim} dimensions {group.mesh_dim_names}; give the one in "
                                  "which ranks have different data: mesh['dp']")
-        return group.get_group()
-    raise MegatrainError(f"group={group!r}: a ProcessGroup or a DeviceMesh of one dimension")
-
-
-def _machine() -> str:
-    """Of this boot of this machine. Under torchrun, of this agent: two of them on one machine are as two machines."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot} {os.environ.get('GROUP_RANK', '')}".strip()
+        data = group.get_group()
+    if not isinstance(data, dist.ProcessGroup):
+        raise MegatrainError(f"group={group!r}: a ProcessGroup or a DeviceMesh of one dimension")
+    return Ranks(data) if dist.get_world_size(data) > 1 else None
 
 
 def _first_difference(mine: Any, other: Any) -> str:
@@ -231,9 +186,26 @@ def _first_difference(mine: Any, other: Any) -> str:
     return f"{mine!r} and {other!r}"
 
 
-def as_one(ranks: Ranks | None) -> AbstractContextManager[None]:
-    """Of a process that may be alone."""
-    return nullcontext() if ranks is None else ranks.as_one()
+@contextmanager
+def as_one(ranks: Ranks | None) -> Iterator[None]:
+    """What fails on one rank fails on all, in its words; whatever it is, since the others wait here. None: this process
+    is alone."""
+    if ranks is None:
+        yield
+        return
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as own:
+        error = own
+    named = isinstance(error, MegatrainError)
+    try:
+        texts = ranks.gather(None if error is None else str(error) if named else f"{type(error).__name__}: {error}")
+    finally:
+        if error is not None:
+            raise error
+    if (rank := next((r for r, text in enumerate(texts) if text is not None), None)) is not None:
+        raise MegatrainError(f"rank {rank}: {texts[rank]}")
 
 
 # ---- one file descriptor, for all processes of a machine: the kernel hands it over through a socket (SCM_RIGHTS) ----
@@ -278,18 +250,12 @@ def _send(listener: socket.socket, fd: int) -> None:
 # ---- the process that started this one, and others beside it: where it is killed, nobody is left to end them ----
 
 def watch_torchrun() -> None:
-    """Where torchrun started this process, it ends with it."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        watch_launcher(os.getppid())
+    """Where torchrun started this process, it is told to end, by SIGTERM, when that is gone."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and _watching.acquire(blocking=False):
+        threading.Thread(target=_end_with, args=(os.getppid(),), name="mt-launcher", daemon=True).start()
 
 
-def watch_launcher(launcher: int) -> None:
-    """This process is told to end, by SIGTERM, when that one, which started it, is gone."""
-    if _watching.acquire(blocking=False):
-        threading.Thread(target=_look_for_launcher, args=(launcher,), name="mt-launcher", daemon=True).start()
-
-
-def _look_for_launcher(launcher: int) -> None:
+def _end_with(launcher: int) -> None:
     while os.getppid() == launcher:
         time.sleep(_LAUNCHER_S)
     print(f"megatrain_torch: the launcher (process {launcher}) ended, and so does rank {os.environ.get('RANK', '?')}",

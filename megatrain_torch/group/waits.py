@@ -63,10 +63,16 @@ class Waits:
             while not done(work, _LOOK_S):
                 if ended:
                     raise MegatrainError(f"{ended} while rank {self._me} {what}")
-                ended = look() or self._broken()
+                broken = (f"rank {rank}: {n['what']}," for rank, n in self._others() if n and n.get("broke"))
+                ended = look() or next(broken, "")
                 found = self.stuck()
                 if self._me in found and found == before:
-                    raise MegatrainError(self._said(found))
+                    elsewhere = ", ".join(f"rank {rank} {n['what']}" for rank, n in sorted(found.items())
+                                          if n["at"] != place)
+                    raise MegatrainError(
+                        f"rank {self._me} {what}, and waits for others that do not come there, but wait elsewhere: "
+                        f"{elsewhere}; all processes have to call mt.stream, mt.save and mt.load, and run backwards, "
+                        "in one order")
                 before = found
         except BaseException:
             timer = threading.Timer(_STAYS_S, self._clear, (note,))
@@ -79,10 +85,8 @@ class Waits:
         """What this one waited for will never be: who waits for it elsewhere reads so."""
         self._write({"at": "", "what": why, "of": [], "n": next(_numbers), "broke": True})
 
-    def _broken(self) -> str:
-        """Of another member, why it waits no more."""
-        notes = [(rank, self._read(rank)) for rank in self.members if rank != self._me]
-        return next((f"rank {rank}: {note['what']}," for rank, note in notes if note and note.get("broke")), "")
+    def _others(self) -> list[tuple[int, Any]]:
+        return [(rank, self._read(rank)) for rank in self.members if rank != self._me]
 
     def stuck(self) -> dict[int, Any]:
         """Notes of processes that wait in vain, as far as this one has to do with them."""
@@ -100,15 +104,7 @@ class Waits:
 
     def where(self) -> str:
         """Of each other member where it waits, as far as is known."""
-        notes = {rank: self._read(rank) for rank in self.members if rank != self._me}
-        return ", ".join(f"rank {rank} {note['what'] if note else 'waits for nobody'}" for rank, note in notes.items())
-
-    def _said(self, found: dict[int, Any]) -> str:
-        mine = found.pop(self._me)
-        others = ", ".join(f"rank {rank} {note['what']}" for rank, note in sorted(found.items())
-                           if note["at"] != mine["at"])
-        return (f"rank {self._me} {mine['what']}, and waits for others that do not come there, but wait elsewhere: "
-                f"{others}; all processes have to call mt.stream, mt.save and mt.load, and run backwards, in one order")
+        return ", ".join(f"rank {rank} {n['what'] if n else 'waits for nobody'}" for rank, n in self._others())
 
     def _write(self, note: dict[str, Any] | None) -> None:
         with suppress(RuntimeError):                     # the store's process is gone: they find that out elsewhere

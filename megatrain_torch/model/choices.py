@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,10 @@ from ..base.modes import DISK, HOMES, MODES, check_products, check_products_on, 
 from ..base.testing import Doors, opened
 from ..base.units import Group, usual_experts
 from ..plans import planner
-from ..plans.fleet import Fleet, check_delivery
+from ..plans.fleet import ALONE, Fleet, check_delivery
 from ..plans.planner import Plan
 from ..plans.room import check_device, check_loading, check_weights, loads, to_disk
-from ..plans.tally import LENT, SETTLED, Asked
+from ..plans.tally import LENT, Asked
 from ..store.disk import SPILLED, Disk, check_room
 from ..store.records import DTYPES
 from .runtime import runtimes
@@ -95,44 +96,27 @@ def refuse_packed(module: nn.Module, where: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the user said beside the model: limits in bytes, and names for mt.plan. gpus, machines: as for mt.plan."""
+    """What the user said beside the model: limits in bytes, and names for mt.plan. fleet: who streams it together."""
 
     vram: int | None
     host: int | None
     disk: Disk | None
     units: list[str | nn.Module] | None
-    gpus: int = 1
-    machines: int = 1
-
-    @property
-    def fleet(self) -> Fleet:
-        return Fleet(self.gpus, self.machines)
+    fleet: Fleet = ALONE
 
 
 @dataclass
 class Choices:
-    """A plan, or arguments by hand, in one form.
+    """A plan, or arguments by hand, in one form."""
 
-    Attributes:
-        options: a plan's dict. vram: bytes. micro, besides: as in asked.Asked. spilled: bytes of activations on
-            disk, as far as known.
-        plan: the one that options are from; None: they were given by hand, or not at all, and it is not known what a
-            training step takes beside its weights.
-        itself: mt.stream plans, or has planned, and will again where the loop outgrows that.
-        doors: of the engine, for tests.
-    """
-
-    options: dict[str, Any]
+    options: dict[str, Any]     # a plan's dict
     compute: str
-    vram: int | None
+    products: str
+    vram: int | None            # bytes
     disk: Disk | None
-    plan: Plan | None = None
-    micro: int = 1
-    besides: tuple[tuple[str, int], ...] = ()
-    spilled: int = 0
-    itself: bool = False
-    products: str = "bf16"
-    doors: Doors = field(default_factory=opened)
+    plan: Plan | None           # None: options were given by hand, or not at all: what a step takes is not known
+    itself: bool                # mt.stream plans, or has planned, and will again where the loop outgrows that
+    doors: Doors = field(default_factory=opened)        # of the engine, for tests
 
     @property
     def activations(self) -> str | dict[str, str]:
@@ -145,70 +129,71 @@ class Choices:
         modes = self.activations
         return any(mode in DISK for mode in (modes.values() if isinstance(modes, dict) else (modes,)))
 
-    def check_windows(self, names: list[str]) -> None:
-        """Raises: a window is named that is not there."""
-        for name in self.activations if isinstance(self.activations, dict) else ():
-            if name not in names:
-                raise MegatrainError(f"plan: activations names {name!r}, and there is no such window; "
-                                     f"windows: {', '.join(names)}")
+    @property
+    def spilled(self) -> int:
+        """Bytes of activations on disk, as far as known."""
+        return 0 if self.plan is None else self.plan.disk.get(SPILLED, 0)
 
     def asked(self, name: str, groups: list[Group], dtype: torch.dtype | None, where: torch.device, fleet: Fleet
               ) -> Asked:
-        """For a model of this name and these units, as preflight takes it. fleet: the processes that stream it."""
-        options = self.options
-        return Asked(name, groups, dtype, _homes(options.get("homes", "ram"), groups), options.get("slots", 3),
-                     self.micro, where.type == "cpu", self.besides, options.get("grads", "ram") == "ram",
-                     options.get("states", "fp32"), options.get("lent", LENT), fleet=fleet,
-                     experts=options.get("experts", 0))
+        """For a model of this name and these units, as room.py takes it. fleet: the processes that stream it."""
+        options, plan = self.options, self.plan
+        names, homes = [unit for unit, _ in groups], options.get("homes", "ram")
+        if not isinstance(homes, str | dict):
+            raise MegatrainError(f"plan: homes={homes!r}; use {', '.join(map(repr, HOMES))}, or {{unit name: a home}}")
+        by_name = dict.fromkeys(names, homes) if isinstance(homes, str) else homes
+        for unit, home in by_name.items():
+            if unit not in names:
+                raise MegatrainError(f"plan: homes names {unit!r}, and there is no such unit; units: "
+                                     f"{', '.join(names)}")
+            if home not in HOMES:
+                raise MegatrainError(f"plan: homes[{unit!r}]={home!r}; use {', '.join(map(repr, HOMES[:-1]))} "
+                                     f"or {HOMES[-1]!r}")
+        return Asked(name, groups, dtype, tuple(by_name.get(unit, "ram") for unit in names), options.get("slots", 3),
+                     1 if plan is None else plan.micro, where.type == "cpu", () if plan is None else plan.besides,
+                     options.get("grads", "ram") == "ram", options.get("states", "fp32"), options.get("lent", LENT),
+                     fleet=fleet, experts=options.get("experts", 0))
 
 
 def choose(module: nn.Module, where: torch.device, limits: Limits, tokens: int | None, seq: int | None,
            states: str | None, dtype: torch.dtype | None, compute: str, plan: Plan | dict[str, Any] | None,
            products: str | None) -> Choices:
-    """Arguments of mt.stream, and what is planned for tokens and seq, where these are given. Raises: some do not go
-    together, or mean nothing; or no plan fits."""
-    if products is None:                         # what is given counts instead of a plan's
+    """Arguments of mt.stream, and what is planned for tokens and seq, where these are given. What is given beside a
+    plan counts instead of the plan's. Raises: some do not go together, or mean nothing; or no plan fits."""
+    if products is None:
         products = plan.products if isinstance(plan, Plan) else "bf16"
     check_products(products, compute)
     check_products_on(products, where)
     compute, given = "fused" if products == "fp8" else compute, plan
+    vram, disk, fleet = limits.vram, limits.disk, limits.fleet
     if tokens is not None or seq is not None:
         if plan is not None:
             raise MegatrainError("tokens=, seq= and plan=: a plan knows its tokens; give one of the two")
         if tokens is None or seq is None:
             raise MegatrainError("tokens= and seq= go together: tokens of a training step, in sequences of seq")
         given = planner.plan(module, machine=None if where.type == "cuda" else "cpu", tokens=tokens, seq=seq,
-                             vram=limits.vram, host=limits.host, states=states or "fp32", compute=compute,
-                             products=products, dtype=dtype, units=limits.units,
-                             nvme=None if limits.disk is None else limits.disk.as_given(),
-                             gpus=limits.gpus, machines=limits.machines)
-    if limits.disk is not None:
-        limits.disk.room()                   # refuses a directory that is not there
+                             vram=vram, host=limits.host, states=states or "fp32", compute=compute, products=products,
+                             dtype=dtype, units=limits.units, nvme=None if disk is None else disk.as_given(),
+                             gpus=fleet.gpus, machines=fleet.machines)
+    if disk is not None:
+        disk.room()                          # refuses a directory that is not there
     if isinstance(given, Plan):
-        made = _from_plan(given, limits, compute, states)
+        if given.fleet != fleet:
+            raise MegatrainError(f"plan= is for {given.fleet}, and here are {fleet}: "
+                                 "mt.plan(gpus=, machines=) says how many")
+        if states is not None and states != given.states:
+            raise MegatrainError(f"states={states!r}, and the plan is for {given.states!r} ones: give them to mt.plan")
+        compute = given.compute if compute == "auto" else compute
+        options = _options({key: getattr(given, key) for key in PLAN_KEYS - {"threads"}}, compute)
+        disk = disk or given.nvme
+        vram = parse_bytes(given.machine.vram_bytes, "vram") if vram is None else vram
     else:
-        options = _options(given, compute)
+        options, given = _options(given, compute), None
         if states is not None and options.setdefault("states", check_states(states)) != states:
             raise MegatrainError(f"states={states!r}, and the plan's are {options['states']!r}: give one of the two")
-        check_delivery(limits.fleet, options.get("delivery"))
-        made = Choices(options, compute, limits.vram, limits.disk)
-    made.products = products
-    made.itself = plan is None and (where.type == "cuda" or limits.vram is not None)
-    return made
-
-
-def _from_plan(plan: Plan, limits: Limits, compute: str, states: str | None) -> Choices:
-    """What is given beside a plan counts instead of the plan's."""
-    if (plan.gpus, plan.machines) != (limits.gpus, limits.machines):
-        raise MegatrainError(f"plan= is for {plan.fleet}, and here are {limits.fleet}: "
-                             "mt.plan(gpus=, machines=) says how many")
-    if states is not None and states != plan.states:
-        raise MegatrainError(f"states={states!r}, and the plan is for {plan.states!r} ones: give them to mt.plan")
-    options = {key: getattr(plan, key) for key in PLAN_KEYS - {"threads"}}
-    compute = plan.compute if compute == "auto" else compute
-    vram = parse_bytes(plan.machine.vram_bytes, "vram") if limits.vram is None else limits.vram
-    return Choices(_options(options, compute), compute, vram, limits.disk or plan.nvme, plan, plan.micro, plan.besides,
-                   plan.disk.get(SPILLED, 0))
+        check_delivery(fleet, options.get("delivery"))
+    itself = plan is None and (where.type == "cuda" or limits.vram is not None)
+    return Choices(options, compute, products, vram, disk, given, itself)
 
 
 def _options(plan: dict[str, Any] | None, compute: str) -> dict[str, Any]:
@@ -234,21 +219,6 @@ def _options(plan: dict[str, Any] | None, compute: str) -> dict[str, Any]:
     return options
 
 
-def _homes(homes: str | dict[str, str], groups: list[Group]) -> tuple[str, ...]:
-    """By unit."""
-    names = [name for name, _ in groups]
-    if not isinstance(homes, str | dict):
-        raise MegatrainError(f"plan: homes={homes!r}; use {', '.join(map(repr, HOMES))}, or {{unit name: a home}}")
-    asked = dict.fromkeys(names, homes) if isinstance(homes, str) else homes
-    for name, home in asked.items():
-        if name not in names:
-            raise MegatrainError(f"plan: homes names {name!r}, and there is no such unit; units: {', '.join(names)}")
-        if home not in HOMES:
-            raise MegatrainError(f"plan: homes[{name!r}]={home!r}; use {', '.join(map(repr, HOMES[:-1]))} "
-                                 f"or {HOMES[-1]!r}")
-    return tuple(asked.get(name, "ram") for name in names)
-
-
 def compute_device(device: str | torch.device | None) -> torch.device:
     """Raises: there is no such device, or no CUDA part in this build."""
     if device is None:
@@ -270,9 +240,9 @@ def compute_device(device: str | torch.device | None) -> torch.device:
 
 # ---- does it fit ----
 
-def fitted(asked: Asked, where: torch.device, choices: Choices, host: int | None) -> tuple[Asked, list[int]]:
-    """What is asked for, with homes where they were left open; and bytes of the slots that units take turns in. host:
-    limit of host memory. Raises: it does not fit; the message says what of it, and what would."""
+def fitted(asked: Asked, where: torch.device, choices: Choices, host: int | None) -> Asked:
+    """What is asked for, with homes and slots where they were left open. host: limit of host memory. Raises: it does
+    not fit; the message says what of it, and what would."""
     free = None                              # of the device; not known on the CPU device, whose memory is the host's
     if where.type == "cuda":
         gc.collect()                         # models that were dropped, and their slots
@@ -280,7 +250,15 @@ def fitted(asked: Asked, where: torch.device, choices: Choices, host: int | None
             - torch.cuda.memory_allocated(where)
     most = min((n for n in (free, choices.vram) if n is not None), default=None)
     if choices.itself and choices.plan is None:
-        asked = _provisional(asked, host, most)
+        # Until the first plan weights are in host memory; those of last units on the device where that is too small.
+        try:
+            check_weights(asked, host, most)
+        except MegatrainError:
+            fit = itertools.takewhile(lambda a: most is not None and sum(a.device().values()) <= most,
+                                      asked.moved("ram", "vram"))
+            if (found := next((a for a in fit if loads(a, host)), None)) is None:
+                raise
+            asked = found
     elif choices.disk is not None and "homes" not in choices.options:
         asked = to_disk(asked, host)
     if "experts" not in choices.options and most is not None:
@@ -288,28 +266,8 @@ def fitted(asked: Asked, where: torch.device, choices: Choices, host: int | None
         experts = max([usual_experts(own) for _, own in asked.groups], default=0)
         if experts and sum(dataclasses.replace(asked, ring=2).device().values()) > most:
             asked = dataclasses.replace(asked, experts=experts)
-    sizes = check_device(asked, free, choices.vram)
+    asked = check_device(asked, free, choices.vram)
     check_room(asked, choices.disk, choices.spills, choices.spilled)
     if not choices.itself or choices.plan is not None:
         check_loading(asked, host, choices.plan is not None, most)
-    return asked, sizes[:len(sizes) - len(units_at(asked, *SETTLED))]
-
-
-def _provisional(asked: Asked, host: int | None, most: int | None) -> Asked:
-    """Until the first plan: weights in host memory; last units' on the device where they are too many. Raises: they fit
-    neither way."""
-    try:
-        check_weights(asked, host, most)
-    except MegatrainError:
-        for tried in asked.moved("ram", "vram"):     # the last one first
-            if most is None or sum(tried.device().values()) > most:
-                break
-            if loads(tried, host):
-                return tried
-        raise
     return asked
-
-
-def units_at(asked: Asked, *homes: str) -> list[int]:
-    """Numbers of the units that are at home there."""
-    return [i for i, home in enumerate(asked.homes) if home in homes]

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from .. import _core
 from ..base.codes import plain_kind
 from ..base.limits import show_bytes
 from ..base.units import Group, stored_dtype
@@ -19,13 +18,12 @@ from ..group.ranks import Ranks, as_one, shared
 from ..plans.room import TRIM_BYTES, give_back, own_bytes
 from ..plans.tally import SETTLED, Asked
 from ..store import gradient
-from ..store.disk import file_bytes
 from ..store.guard import StreamedParameter, streamed_kind
 from ..store.records import DTYPES, Record
 from ..store.tensorfiles import Mapped
 from ..store.whole import wholes_of
-from .choices import Choices, units_at
-from .several import engine_of
+from .choices import Choices
+from .homes import units_at
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -36,19 +34,8 @@ _MANY_BYTES = 1 << 30                        # of copies of one model in several
 _numbers = itertools.count()                 # of parameters, in the process
 
 
-def engine(where: torch.device, choices: Choices, ranks: Ranks | None) -> _core.Engine:
-    """With nothing in it yet."""
-    threads, doors = choices.options.get("threads") or max(1, _core.build_info()["cpus"] - 1), choices.doors
-    how = where.type, where.index or 0, threads, doors.delay_us, doors.seed
-    core = _core.Engine(*how) if ranks is None else engine_of(ranks, *how)
-    if doors.lock is not None:
-        core.lock_limit(doors.lock)
-    return core
-
-
-def declare(rt: Runtime, asked: Asked, ring: list[int], choices: Choices) -> None:
-    """Units, their slots and homes; nothing is in their planes yet. ring: bytes of the slots that units take turns in.
-    """
+def declare(rt: Runtime, asked: Asked, choices: Choices) -> None:
+    """Units, their slots and homes; nothing is in their planes yet."""
     core, options, disk, doors = rt.core, choices.options, choices.disk, choices.doors
     for name, params in asked.groups:
         kinds = [stored_dtype(p, asked.dtype) for _, p in params]
@@ -61,31 +48,22 @@ def declare(rt: Runtime, asked: Asked, ring: list[int], choices: Choices) -> Non
         rt.unit_names.append(name)
         rt.wholes.append(wholes_of(records))
     rt.cap.hold(choices.vram, asked.at_home())
-    rt.homes.open_slots(ring, units_at(asked, *SETTLED), {})
-    cut_units(rt, asked)
-    # The file, where units have states there. With weights it is laid out at once, for states as they will be kept.
-    weights = units_at(asked, "disk+weights")
-    if "states" in options or weights:
+    rt.homes.open_slots(asked, units_at(asked, *SETTLED), {})
+    # A file with weights is laid out at once, for states as they will be kept.
+    if "states" in options or "disk+weights" in asked.homes:
         rt.choose_states(options.get("states", "fp32"))
     if disk is not None and asked.on_disk():
-        rt.homes.keep_on_disk(disk, units_at(asked, "disk"), weights, doors.disk)
-    rt.homes.invite(units_at(asked, "arrive"))
+        rt.homes.keep_on_disk(disk, asked, doors.disk)
     for unit in units_at(asked, "through"):
         core.through(unit, True)
     if disk is not None and choices.spills:
-        rt.homes.spill_to(disk, choices.spilled, file_bytes(asked), doors.spill)
+        rt.homes.spill_to(disk, choices.spilled, asked, doors.spill)
     if not asked.keeps:
         core.lend_most(asked.lent)
         rt.homes.passing = frozenset(range(len(rt.units)))
         for unit in rt.homes.passing:
             core.pass_gradients(unit)
     core.debug(doors.skip, doors.poison, doors.sync)                 # of all that is there by now
-
-
-def cut_units(rt: Runtime, asked: Asked) -> None:
-    """Where experts are fetched a few at a time; slots are open, and there was no forward with them."""
-    for unit, home in enumerate(asked.homes) if asked.experts else ():
-        rt.ring.cut(unit, asked.experts, rt.wholes[unit], at_once=home in (*SETTLED, "disk+weights"))
 
 
 # ---- weights are put in ----
@@ -112,7 +90,7 @@ def fill(rt: Runtime, groups: list[Group], origins: Origins | None, masters: boo
     if rt.ranks is not None:             # weights are there, whoever put them in
         if rt.ranks.apart:
             origins.everywhere(rt.units)
-        with rt.ranks.as_one():
+        with as_one(rt.ranks):
             for unit in rt.homes.settled:
                 rt.homes.take(unit)
 
@@ -131,25 +109,20 @@ def _take_over(rt: Runtime, unit: int, files: Mapped, origins: Origins | None, m
         exact = [r.param.detach() for r in rounded] if origins is None else origins.exact(rounded)
         for r, value in zip(rounded, exact):
             r.exact = value
-    for r in records:
-        _adopt(rt, r)
+    for r in records:                        # each parameter becomes a view of plane HI, which has its values
+        p, hi = r.param, r.view("HI")
+        with torch.no_grad():
+            grad = None if p.grad is None else p.grad.to("cpu", r.dtype)
+            p.grad = None
+            p.data = hi
+        r.host = p.detach()
+        rt.records.append(r)                 # from here on it is given back when something fails
+        r.address, r.offset, r.version = hi.data_ptr(), rt.core.offset(r.unit, r.index), r.host._version
+        p.grad = grad
+        p.__class__ = streamed_kind(type(p))
+        p._mt, p._mt_runtime = r, rt
     for whole in rt.wholes[unit]:
         whole.adopted()
-
-
-def _adopt(rt: Runtime, r: Record) -> None:
-    """The HI plane has the parameter's values; it becomes a view of that."""
-    p, hi = r.param, r.view("HI")
-    with torch.no_grad():
-        grad = None if p.grad is None else p.grad.to("cpu", r.dtype)
-        p.grad = None
-        p.data = hi
-    r.host = p.detach()
-    rt.records.append(r)                 # from here on it is given back when something fails
-    r.address, r.offset, r.version = hi.data_ptr(), rt.core.offset(r.unit, r.index), r.host._version
-    p.grad = grad
-    p.__class__ = streamed_kind(type(p))
-    p._mt, p._mt_runtime = r, rt
 
 
 # ---- and given back ----
@@ -164,24 +137,20 @@ def empty(rt: Runtime, together: bool = True) -> None:
             if any(gradient.standing(r) is not None for r in records if r.param is not None):
                 rt.core.wait_grads(unit)
         for r in records:
-            if r.param is not None:      # else nobody has it any more
-                _restore(r)
+            if (p := r.param) is None:   # nobody has it any more
+                continue
+            value = r.host.clone()
+            gradient.release(r)
+            with torch._C.DisableTorchFunctionSubclass():
+                grad, p.grad = p.grad, None
+            p.__dict__.pop("_mt", None)
+            p.__dict__.pop("_mt_runtime", None)
+            p.__class__ = nn.Parameter if type(p) is StreamedParameter else plain_kind(p)
+            p.data, p.grad = value, grad
         for whole in rt.wholes[unit]:
             whole.given_back()
         if rt.homes.away(unit) and (together or rt.ranks is None):
             rt.homes.take(unit)
-
-
-def _restore(r: Record) -> None:
-    p, value = r.param, r.host.clone()
-    gradient.release(r)
-    with torch._C.DisableTorchFunctionSubclass():
-        grad, p.grad = p.grad, None
-    p.__dict__.pop("_mt", None)
-    p.__dict__.pop("_mt_runtime", None)
-    p.__class__ = nn.Parameter if type(p) is StreamedParameter else plain_kind(p)
-    p.data = value
-    p.grad = grad
 
 
 class Origins:
@@ -285,7 +254,7 @@ def _in_common(ranks: Ranks, own: list[Tensor]) -> list[Tensor]:
     """The first one's values, in memory that all processes of the machine have once."""
     ends = list(itertools.accumulate(-(-t.nbytes // _ALIGN) * _ALIGN for t in own))
     first, fd = ranks.rank == ranks.mates[0], -1
-    with ranks.as_one():
+    with as_one(ranks):
         if first:
             fd = os.memfd_create("megatrain values")
             os.ftruncate(fd, ends[-1])

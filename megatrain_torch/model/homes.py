@@ -1,12 +1,18 @@
 """Where the units of one streamed model live: in host memory, on the device, on a disk; and how they get there.
 
+`move` puts a plan into force in a model that streams: between two passes, when no graph is alive. Everything under way
+ends first; then units leave the device, so that there is room for those that come. A unit brings what it has:
+gradients, states and sums of micro-batches move with its weights, and every result has the bits that it would have had
+without the move.
+
 The device has a limit: torch's allocator is held to it beside what the store takes there.
 """
 from __future__ import annotations
 
+import dataclasses
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -14,12 +20,16 @@ import torch
 
 from .. import _core
 from ..base.limits import device_taken
-from ..group.ranks import Ranks
-from ..store.disk import BAYS, BUFFER_BYTES, BUFFERS, THREADS, Disk
+from ..base.modes import DISKS
+from ..group.ranks import Ranks, as_one
+from ..plans.planner import Plan
+from ..plans.tally import SETTLED, Asked
+from ..store import gradient
+from ..store.disk import BAYS, BUFFER_BYTES, BUFFERS, SPILLED, THREADS, Disk, file_bytes
 from ..store.planes import Arrivals, mask
 
 if TYPE_CHECKING:
-    from .ring import Ring, Slot
+    from .ring import Slot
     from .runtime import Runtime
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -28,25 +38,22 @@ JOINED, SEPARATE = "expandable_segments:True", "expandable_segments:False"
 _caps: weakref.WeakSet[Cap] = weakref.WeakSet()          # of the process's models
 
 
-class Homes:
-    """
-    Attributes:
-        settled: units that live on the device, and their slots. arrivals: those of them whose states come and leave.
-        on_disk: units whose states are in a file. filed: of these, those whose weights are there too by now.
-        passing: units whose gradients are kept nowhere. within: of those on the device, units that all processes copy
-            from each other's slots. files: what takes names of files, with the process at the latest.
-    """
+def units_at(asked: Asked, *homes: str) -> list[int]:
+    """Numbers of the units that are at home there."""
+    return [i for i, home in enumerate(asked.homes) if home in homes]
 
-    def __init__(self, model: Runtime, core: _core.Engine, ring: Ring, mates: int = 1) -> None:
+
+class Homes:
+    def __init__(self, model: Runtime, core: _core.Engine, mates: int) -> None:
         """mates: processes of this machine that stream the model, each with files of its own in the same directory."""
-        self._model, self.core, self._ring, self._mates = model, core, ring, mates
-        self.settled: dict[int, int] = {}
-        self.arrivals = Arrivals(model.itself(), ())
-        self.on_disk: frozenset[int] = frozenset()
-        self.filed: set[int] = set()
-        self.passing: frozenset[int] = frozenset()
-        self.within: set[int] = set()
-        self.files: list[weakref.finalize] = []
+        self._model, self.core, self._mates = model, core, mates
+        self.settled: dict[int, int] = {}                # units that live on the device, and their slots
+        self.arrivals = Arrivals(model.itself(), ())     # of those the ones whose states come and leave
+        self.within: set[int] = set()                    # of those the ones that processes copy from each other's slots
+        self.on_disk: frozenset[int] = frozenset()       # units whose states are in a file
+        self.filed: set[int] = set()                     # of these the ones whose weights are there too by now
+        self.passing: frozenset[int] = frozenset()       # units whose gradients are kept nowhere
+        self.files: list[weakref.finalize] = []          # what takes names of files
 
     def away(self, unit: int) -> bool:
         """The unit's weights are at home on the device or on disk: those in host memory are copies."""
@@ -57,13 +64,19 @@ class Homes:
         processes when all have come here."""
         self.core.take(unit, self._model.stream())
 
-    def open_slots(self, sizes: list[int], settled: list[int], have: dict[int, Slot]) -> None:
-        """Slots of these sizes for what streams, and one for each of the units that live on the device: their own of
-        before, where they have one."""
-        self._ring.open(sizes, settled, have)
-        self.settled = {unit: slot for slot, unit in enumerate(settled, len(sizes))}
+    def open_slots(self, asked: Asked, there: list[int], have: dict[int, Slot]) -> None:
+        """Slots for what streams, and one for each of the units that live on the device (`there`): their own of before,
+        where they have one. States of guests among these come and leave from now on."""
+        model, sizes = self._model, asked.tally().slots(asked.homes, asked.ring)
+        model.ring.open(sizes, there, have)
+        self.settled = {unit: slot for slot, unit in enumerate(there, len(sizes))}
         for unit, slot in self.settled.items():
             self.core.settle(unit, slot)
+        for unit, home in enumerate(asked.homes) if asked.experts else ():
+            model.ring.cut(unit, asked.experts, model.wholes[unit], at_once=home in (*SETTLED, "disk+weights"))
+        model.room.asked = asked
+        self.arrivals = Arrivals(model.itself(), [unit for unit in there if asked.homes[unit] == "arrive"])
+        self.arrivals.invite()
 
     def reach(self, ranks: Ranks) -> None:
         """Each process of one machine copies what others have updated from their slots, if all reach all; called by
@@ -75,16 +88,13 @@ class Homes:
         for unit in self.settled.keys() - self.within:
             self.core.reach(unit, b"")
 
-    def invite(self, guests: Iterable[int]) -> None:
-        """States of these units, which live on the device, come and leave."""
-        self.arrivals = Arrivals(self._model.itself(), guests)
-        self.arrivals.invite()
+    # Files lose their names with the process at the latest. sizes: tests' own.
 
-    def keep_on_disk(self, disk: Disk, units: list[int], weights: list[int], sizes: Mapping[str, int]) -> None:
-        """The units' states go to a file, which loses its name with the process at the latest. weights: of further
-        units, whose weights go there too. sizes: tests' own."""
-        usual = {"buffers": BUFFERS, "buffer_bytes": BUFFER_BYTES, "threads": THREADS}
+    def keep_on_disk(self, disk: Disk, asked: Asked, sizes: Mapping[str, int]) -> None:
+        """States of the units that are at home on disk go to a file, and some of their weights."""
+        units, weights = units_at(asked, "disk"), units_at(asked, "disk+weights")
         limit = 0 if disk.limit is None else max(disk.limit // self._mates, 1)
+        usual = {"buffers": BUFFERS, "buffer_bytes": BUFFER_BYTES, "threads": THREADS}
         self.core.disk(disk.path, units, weights, limit=limit, **{**usual, **sizes})
         self.on_disk = frozenset(units) | frozenset(weights)
         self.files.append(weakref.finalize(self, self.core.disk_unname))
@@ -94,14 +104,133 @@ class Homes:
         self.core.push(unit, -1, mask(("HI",)))
         self.filed.add(unit)
 
-    def spill_to(self, disk: Disk, nbytes: int, taken: int, sizes: Mapping[str, int]) -> None:
-        """What windows keep may go to a file, in which so many bytes are reserved. taken: of the limit, by states. All
-        of this machine's processes together."""
-        limit = 0 if disk.limit is None else max((disk.limit - taken) // self._mates, 1)
+    def spill_to(self, disk: Disk, nbytes: int, asked: Asked, sizes: Mapping[str, int]) -> None:
+        """What windows keep may go to a file, in which so many bytes are reserved, of all processes of the machine."""
+        limit = 0 if disk.limit is None else max((disk.limit - file_bytes(asked)) // self._mates, 1)
         nbytes = -(-nbytes // self._mates)
         self.core.swap_disk(disk.path, nbytes, limit, **{"bays": BAYS, "threads": THREADS, **sizes})
         self.files.append(weakref.finalize(self, self.core.disk_unname))
 
+
+# ---- a plan is put into force; who calls holds the model's door: no other thread is in it ----
+
+def move(rt: Runtime, plan: Plan, limit: int) -> None:
+    """limit: bytes of the device that may be used by all who are there, not by the plan alone.
+
+    Raises MegatrainError, torch.OutOfMemoryError: there is no memory, or a worker failed. Every unit then is where it
+    was, or in host memory, with all its values, and the model trains as before; or, where not even that can be done, it
+    refuses to run."""
+    before = rt.room.asked
+    homes = tuple(plan.homes.get(name, "ram") for name in rt.unit_names)
+    asked = dataclasses.replace(before, homes=homes, ring=plan.slots, micro=plan.micro, besides=plan.besides,
+                                experts=plan.experts)
+    if (asked.homes, asked.ring, asked.experts) != (before.homes, before.ring, before.experts):
+        rt.finish_save()
+        rt.drain()
+        for unit in rt.homes.arrivals.units:
+            rt.homes.arrivals.dismiss(unit)
+        _Change(rt, asked, plan).make()
+    rt.room.asked, rt.room.summed = asked, asked.micro > 1
+    if SPILLED in plan.disk and rt.core.swap_file() is None:
+        rt.homes.spill_to(plan.nvme, plan.disk[SPILLED], asked, {})
+    rt.cap.hold(limit, asked.at_home())
+    rt.delivery.shards = plan.delivery == "shards"
+    keep(rt, plan)
+
+
+def keep(rt: Runtime, plan: Plan) -> None:
+    """Windows keep what the plan says, from the next pass on."""
+    rt.keeps.plan = plan
+    for w in rt.windows:
+        w.keep(plan.activations.get(w.name, w.mode))
+
+
+class _Change:
+    """Units on their way to other homes."""
+
+    def __init__(self, rt: Runtime, asked: Asked, plan: Plan) -> None:
+        self.rt, self.before, self.asked, self.plan = rt, rt.room.asked, asked, plan
+        # Where each unit is now; of those on the device, the slots that their weights are in. Both are true at every
+        # moment, so that what is there can be opened again.
+        self.homes = list(self.before.homes)
+        self.have = {unit: rt.ring.slots[slot] for unit, slot in rt.homes.settled.items()}
+
+    def make(self) -> None:
+        rt, ranks = self.rt, self.rt.ranks if self.asked.homes != self.before.homes else None
+        if ranks is not None:                    # units move on all, or on none
+            ranks.gather(None)                   # all are here: nobody copies of a slot, which may be another's then
+        rt.ring.close()
+        try:
+            with as_one(ranks):
+                self._move_units()
+        except BaseException as error:
+            self._undo()
+            if ranks is not None and not rt.broken:          # it went well on some
+                rt.broken = f"units were on their way to other homes when that failed on some process: {error}"
+            raise
+        if ranks is not None:
+            rt.homes.reach(ranks)
+
+    def _move_units(self) -> None:
+        rt, asked = self.rt, self.asked
+        moving = [u for u, (old, new) in enumerate(zip(self.homes, asked.homes)) if old != new]
+        for unit in moving:                              # leaves where it is
+            if self.homes[unit] == "through":
+                rt.core.through(unit, False)
+            elif unit in self.have:
+                rt.room.weights(rt.core, unit)
+                self._unsettle(unit)
+                del self.have[unit]                      # its weights were there until now
+            self.homes[unit] = "ram"
+        rt.homes.open_slots(asked, units_at(asked, *SETTLED), self.have)
+        for unit in moving:                              # comes to where it is to be
+            home = asked.homes[unit]
+            if home in SETTLED:
+                rt.homes.take(unit)
+                self.have[unit] = rt.ring.slots[rt.homes.settled[unit]]
+            if home not in DISKS:
+                self.homes[unit] = home
+            if home == "through":
+                rt.core.through(unit, True)
+        # The file, where units have states there: laid out once, before there are any. Weights that did not get there
+        # the last time go now.
+        if not rt.homes.on_disk and asked.on_disk():
+            rt.choose_states(rt.states)
+            rt.homes.keep_on_disk(self.plan.nvme, asked, {})
+        for unit in units_at(asked, *DISKS):
+            self.homes[unit] = asked.homes[unit]
+        for unit in units_at(asked, "disk+weights"):
+            if unit not in rt.homes.filed:
+                rt.homes.file_weights(unit)
+                rt.homes.take(unit)
+
+    def _undo(self) -> None:
+        """Opens the slots again after a failure. Units that are on the device yet stay there; the others are in host
+        memory, or in the file."""
+        rt = self.rt
+        slots = rt.ring.slots                        # of those that were to come, and have come: they are read from
+        try:
+            rt.ring.close()
+            self.have = {unit: slot for unit, slot in self.have.items() if rt.core.settled(unit)}
+            for unit, home in enumerate(self.homes):
+                if unit not in self.have and rt.core.settled(unit):      # it was to come
+                    self._unsettle(unit)
+                if unit not in self.have and home in SETTLED:
+                    self.homes[unit] = "ram"
+            del slots
+            was = dataclasses.replace(self.before, homes=tuple(self.homes))
+            rt.homes.open_slots(was, sorted(self.have), self.have)
+            rt.cap.hold(rt.cap.limit, was.at_home())
+        except BaseException as error:
+            rt.ring.slots = list(self.have.values())      # what is in them is nowhere else
+            rt.broken = f"units were on their way to other homes when that failed, and again on the way back: {error}"
+
+    def _unsettle(self, unit: int) -> None:
+        self.rt.core.dismiss(unit)
+        self.rt.core.unsettle(unit, any(gradient.standing(r) is not None for r in self.rt.units[unit]))
+
+
+# ---- the device's limit ----
 
 class Cap:
     """Holds torch's allocator to the process's limit of the device, while a streamed model has one.
@@ -109,15 +238,12 @@ class Cap:
     torch keeps freed memory, in fragments; without a limit it takes fresh memory before it tidies up. The limit is the
     process's: its context and other models in it have their part of it; other processes share the rest of the device.
     `lift` puts back what was before.
-
-    Attributes:
-        limit: bytes of the device that the process may have in all; None: there is no limit.
     """
 
     def __init__(self, device: torch.device, stored: Callable[[], int]) -> None:
         """stored: tells the bytes that the model's store has of the device now, beside torch's allocator."""
         self.device, self.stored, self.before, self.joined = device, stored, None, False
-        self.limit: int | None = None
+        self.limit: int | None = None            # bytes of the device that the process may have in all
         _caps.add(self)
 
     def hold(self, limit: int | None, store_bytes: int) -> None:
@@ -135,7 +261,7 @@ class Cap:
         # so none are made where the user made some.
         self.joined = not any(os.environ.get(name) for name in _ALLOCATOR)
         if self.joined:
-            _set(JOINED)
+            torch._C._accelerator_setAllocatorSettings(JOINED)
 
     def taken(self) -> tuple[int, int, int]:
         """Bytes of the device that torch's allocator does not have: (this process's context and libraries, other
@@ -149,7 +275,7 @@ class Cap:
         before, self.before = self.before, None
         if before is not None:
             if self.joined:
-                _set(SEPARATE)
+                torch._C._accelerator_setAllocatorSettings(SEPARATE)
             torch.cuda.set_per_process_memory_fraction(before, self.device)
 
     @contextmanager
@@ -159,19 +285,14 @@ class Cap:
         now = JOINED if self.joined and self.before is not None else given
         joined = self.device.type == "cuda" and JOINED in now.replace(" ", "")
         if joined:
-            _set(SEPARATE)
+            torch._C._accelerator_setAllocatorSettings(SEPARATE)
         try:
             yield
         finally:
             if joined:
-                _set(now)
+                torch._C._accelerator_setAllocatorSettings(now)
 
     def close(self) -> None:
         """The store is about to end."""
         self.lift()
         _caps.discard(self)
-
-
-def _set(settings: str) -> None:
-    found = getattr(torch._C, "_accelerator_setAllocatorSettings", None)      # from torch 2.10 on
-    (found or torch.cuda.memory._set_allocator_settings)(settings)

@@ -77,8 +77,8 @@ def install(rt: Runtime, root: nn.Module, found: Found, modes: str | dict[str, s
     for m in root.modules():
         if type(m).__name__ == "ParamWrapper" and type(m).__module__.partition(".")[0] == "peft":
             _put(m, "_activate_lora", functools.partial(_with_adapters, weakref.ref(m)))
-    prepare(rt, root, _put)
-    _put(root, "zero_grad", _zero_grad(root))
+    _prepare(rt, root)
+    _put(root, "zero_grad", functools.partial(_zero_grad, weakref.ref(root)))
     _put(root, "_replicate_for_data_parallel", _refuser("DataParallel over a streamed model is not supported"))
     rt.check_tree, rt.tree_changed = _check_tree, False
     rt.notice_changes()
@@ -156,19 +156,13 @@ def _refuse_assign() -> Callable[[], None]:
     return patches.replaced(nn.Module, "load_state_dict", load_state_dict)
 
 
-def _zero_grad(module: nn.Module) -> Any:
+def _zero_grad(who: weakref.ref[nn.Module], set_to_none: bool = True) -> None:
     """As torch's, which reads each `.grad`, and so would wait for its update (Trainer calls it after each step). With
     set_to_none=True, as by default, this waits for nothing."""
-    who = weakref.ref(module)
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        gradient.clear(who().parameters(), set_to_none)
-
-    return zero_grad
+    gradient.clear(who().parameters(), set_to_none)
 
 
 def _refuser(text: str) -> Callable[..., Any]:
-    """What stands in the place of a method that would do harm."""
     def refuse(*_: Any, **__: Any) -> Any:
         raise MegatrainError(text)
     return refuse
@@ -259,8 +253,7 @@ def _put_later(rt: Runtime, root: nn.Module) -> Iterator[tuple[str, nn.Parameter
 
 # ---- transformers: PreTrainedModel.device says where to put inputs (generate, Trainer): the compute device ----
 
-def prepare(rt: Runtime, root: nn.Module, put: Callable[[nn.Module, str, Any], None]) -> None:
-    """put: puts a call in the place of a module's method."""
+def _prepare(rt: Runtime, root: nn.Module) -> None:
     transformers = sys.modules.get("transformers")
     rt.checkpointing = [weakref.ref(m) for m in root.modules()
                         if isinstance(getattr(m, "gradient_checkpointing", None), bool)]
@@ -280,10 +273,10 @@ def prepare(rt: Runtime, root: nn.Module, put: Callable[[nn.Module, str, Any], N
     for m in root.modules():
         if isinstance(m, base):
             _devices[m] = rt.device
-            put(m, "resize_token_embeddings", _refuser("resize_token_embeddings() after mt.stream: resize first, then "
-                                                      "stream"))
+            _put(m, "resize_token_embeddings", _refuser("resize_token_embeddings() after mt.stream: resize first, then "
+                                                       "stream"))
             if stands and any(isinstance(p, Coded) for p in m.parameters()):
-                put(m, "save_pretrained", _refuser(
+                _put(m, "save_pretrained", _refuser(
                     "save_pretrained() knows no codes that stand for 16-bit weights: mt.save(model, None, folder) "
                     "writes them as they are published; a PeftModel's saves its adapter"))
 

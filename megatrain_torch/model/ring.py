@@ -53,49 +53,43 @@ class Slot:
             skip = -raw.data_ptr() % 512
             self.memory = raw[skip:skip + self.nbytes]
         self.address = self.memory.data_ptr()
-        self.views: dict[int, list[Tensor | None]] = {}
-        self.weights: dict[tuple[int, tuple[str, ...]], Weights] = {}
-        self._parameters: dict[int, list[Tensor | None]] = {}
-        self._apart: list[tuple[Any, int]] = []      # their storages, with the uses that this slot has itself
-        self._stretches: dict[int, list[Tensor]] = {}
+        self._made: dict[Any, Any] = {}              # by what it is, and the number of whose it is
+        self._apart: list[tuple[Any, int]] = []      # storages of `parameters`, with the uses that this slot has itself
         self._storage = self.memory.untyped_storage()
         del raw
         self._own = _use_count(self._storage._cdata)
 
-    def unit_views(self, unit: int, records: Spots) -> list[Tensor | None]:
-        if unit not in self.views:
-            self.views[unit] = self._counted(lambda: [
+    def views(self, number: int, records: Spots) -> list[Tensor | None]:
+        if (key := ("views", number)) not in self._made:
+            self._made[key] = self._counted(lambda: [
                 None if r is None else self.view(r.offset, r.dtype, r.shape, r.stride) for r in records])
-        return self.views[unit]
+        return self._made[key]
 
-    def unit_parameters(self, unit: int, records: Spots) -> list[Tensor | None]:
+    def parameters(self, number: int, records: Spots) -> list[Tensor | None]:
         """The same for modules: each in a storage of its own, as parameters are, so that no offset, no as_strided and
         no size of a storage shows that others lie beside it."""
         def alone(r: Record | Spot) -> Tensor:
             memory = from_dlpack(to_dlpack(self._bytes(r.offset, r.dtype, r.shape, r.stride)))
             return memory.view(r.dtype).as_strided(r.shape, r.stride)
 
-        if unit not in self._parameters:
-            found = self._counted(lambda: [None if r is None else alone(r) for r in records])
+        if (key := ("parameters", number)) not in self._made:
+            found = self._made[key] = self._counted(lambda: [None if r is None else alone(r) for r in records])
             storages = [t.untyped_storage() for t in found if t is not None]
             self._apart += [(s, _use_count(s._cdata)) for s in storages]
-            self._parameters[unit] = found
-        return self._parameters[unit]
+        return self._made[key]
 
-    def unit_weights(self, unit: int, records: Spots, names: tuple[str, ...]) -> Weights:
-        """The views by name, for a template; made once, their joint views too."""
-        weights = self.weights.get((unit, names))        # a module may give its parts other names
-        if weights is None:
-            slot = weakref.ref(self)             # which has them
-            weights = self.weights[unit, names] = Weights(dict(zip(names, self.unit_views(unit, records))),
-                                                          lambda make: slot()._counted(make))
-        return weights
+    def weights(self, number: int, records: Spots, names: tuple[str, ...]) -> Weights:
+        """The views by name, for a template; made once, their joint views too. A module may give its parts others."""
+        if (key := (names, number)) not in self._made:
+            slot, views = weakref.ref(self), self.views(number, records)         # the slot has what is made here
+            self._made[key] = Weights(dict(zip(names, views)), lambda make: slot()._counted(make))
+        return self._made[key]
 
     def stretches(self, number: int, bounds: Sequence[int]) -> list[Tensor]:
         """Its bytes from one bound to the next, [n] uint8 each: the same tensors each time."""
-        if number not in self._stretches:
-            self._stretches[number] = self._counted(lambda: [self.memory[a:b] for a, b in itertools.pairwise(bounds)])
-        return self._stretches[number]
+        if (key := ("stretches", number)) not in self._made:
+            self._made[key] = self._counted(lambda: [self.memory[a:b] for a, b in itertools.pairwise(bounds)])
+        return self._made[key]
 
     def _counted(self, make: Callable[[], Any]) -> Any:
         """Views that the slot itself keeps: it is no holder of its own memory."""
@@ -119,19 +113,14 @@ class Slot:
 
 
 class Ring:
-    """Which slot a unit is in when compute gets there, and what of the unit lies where in it.
-
-    Attributes:
-        slots: those that are open. lowest, highest: addresses between which they all lie.
-        stacks: of experts, of which some are fetched at a time, by the record that stands for one.
-    """
+    """Which slot a unit is in when compute gets there, and what of the unit lies where in it."""
 
     def __init__(self, model: Runtime) -> None:
         self._model, self.core, self._units = model, model.core, model.units
         self._forget()
 
     def _forget(self) -> None:
-        self.stacks: dict[Record, Stacked] = {}
+        self.stacks: dict[Record, Stacked] = {}      # of experts, some at a time, by the record that stands for one
         self._rests: dict[int, int] = {}             # by unit, the number of what a window has open of it
         self._spots: dict[int, list[Spot | None]] = {}       # by the number of a cut
         self._owners: dict[int, int] = {}
@@ -154,7 +143,6 @@ class Ring:
     def close(self) -> None:
         """Others will be opened. Who moves units holds those that have weights until these are elsewhere."""
         self.core.close_slots()
-        self._model.delivery.forget()
         self._forget()
 
     def cut(self, unit: int, experts: int, wholes: list[Whole], at_once: bool) -> None:
@@ -187,12 +175,9 @@ class Ring:
         """The unit of this number, or that is cut to this one."""
         return self._owners.get(number, number)
 
-    def _spots_of(self, number: int) -> Spots:
-        return self._spots.get(number) or self._units[number]
-
     def look(self, slots: list[Slot]) -> None:
         """At others, or at one that has other memory: most tensors are told apart from weights by their addresses."""
-        self.slots = slots
+        self.slots = slots                   # those that are open; all lie between these addresses
         self.lowest = min((s.address for s in slots), default=0)
         self.highest = max((s.address + s.nbytes for s in slots), default=0)
 
@@ -217,25 +202,25 @@ class Ring:
     def views(self, unit: int) -> list[Tensor | None]:
         """None for stacks."""
         number = self._rests.get(unit, unit)
-        return self.acquire(number).unit_views(number, self._spots_of(number))
+        return self.acquire(number).views(number, self._spots.get(number) or self._units[number])
 
     def parameters(self, unit: int) -> list[Tensor | None]:
         """For its modules. None for stacks."""
         number = self._rests.get(unit, unit)
-        return self.acquire(number).unit_parameters(number, self._spots_of(number))
-
-    def strands(self, piece: Piece) -> list[Tensor]:
-        """Of some experts of a stack, over the slot that they are in when compute gets there."""
-        if piece.cut is not None:
-            views = self.acquire(piece.cut).unit_views(piece.cut, self._spots_of(piece.cut))
-            return [views[r.index].detach() for r in piece.records]
-        views, at = self.views(piece.stacked.unit), piece.experts
-        return [views[r.index].detach()[at.start:at.stop] for r in piece.records]
+        return self.acquire(number).parameters(number, self._spots.get(number) or self._units[number])
 
     def weights(self, unit: int, names: tuple[str, ...]) -> Weights:
         """Without stacks."""
         number = self._rests.get(unit, unit)
-        return self.acquire(number).unit_weights(number, self._spots_of(number), names)
+        return self.acquire(number).weights(number, self._spots.get(number) or self._units[number], names)
+
+    def strands(self, piece: Piece) -> list[Tensor]:
+        """Of some experts of a stack, over the slot that they are in when compute gets there."""
+        if piece.cut is not None:
+            views = self.acquire(piece.cut).views(piece.cut, self._spots[piece.cut])
+            return [views[r.index].detach() for r in piece.records]
+        views, at = self.views(piece.stacked.unit), piece.experts
+        return [views[r.index].detach()[at.start:at.stop] for r in piece.records]
 
     def view(self, number: int, offset: int, dtype: torch.dtype, size: Any, stride: Any) -> Tensor:
         """Part of a unit's weights, or of a cut's, fetched if need be. offset: bytes from the start in its slot."""

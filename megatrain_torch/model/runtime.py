@@ -1,12 +1,14 @@
-"""One streamed model: the C engine, the objects that tie it to torch, and the forwards that begin in it."""
+"""One streamed model: the C engine, the objects that tie it to torch, the forwards that begin in it, and what its
+windows do about activations."""
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 import warnings
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from .. import _core
 from ..base.errors import MegatrainError
 from ..base.limits import show_bytes
+from ..base.modes import Mode, read
 from ..graph import hf_calls
 from ..graph.door import UNTRACED, Door
 from ..graph.exchange import Exchange
@@ -22,16 +25,22 @@ from ..graph.handover import HandOver
 from ..graph.swap import Swap
 from ..graph.window import Window, refuse_functorch
 from ..group.ranks import Ranks
+from ..plans.planner import Plan, own_code
 from ..plans.room import Room
+from ..plans.shapes import attends
 from ..store.guard import take_back
 from ..store.planes import Planes
 from ..store.records import Record
 from ..store.state import LazyParameter, enter, in_backward, leave
 from ..store.whole import Whole
 from .homes import Cap, Homes
-from .keeps import Keeps
 from .ring import Ring
 from .several import Delivery
+
+if TYPE_CHECKING:
+    from .planning import Planning
+
+MORE = "\n\nmegatrain_torch: "
 
 # Weak on both sides: a runtime knows its modules, so a strong value would keep its own key alive. What
 # holds the runtime is what is installed in the modules.
@@ -53,47 +62,31 @@ def find_runtime(module: nn.Module) -> Runtime | None:
 
 
 class Runtime:
-    """
-    Attributes:
-        records: of all parameters. units, unit_names, wholes: by unit; wholes: weights of codes.
-        room: refuses planes that come later and will not fit. compute, products: as given to mt.stream.
-        planning: planning.Planning, of an ordinary loop that nobody has planned; None: somebody has.
-        states: the format of AdamW's states, of the whole model. states_chosen: by somebody, not by default.
-        saving: a checkpoint that is being written while the model trains on, until its end has been noticed; or None.
-        saved_files: of the last checkpoint, which the next may have again, by header.
-        check_tree: looks at what was put into the model since the last pass, if anything was (tree_changed): put_later.
-        trace: mt.trace's, while it is on; else UNTRACED.
-        looked: what looks at numbers gave, by reading, and why code could not be followed, by window and call.
-        broken: why it is not to be run: a load or a move that failed half-way; "": it is.
-        given: places of parameters that have something else (functional_call).
-        checkpointing: modules whose own checkpointing windows do.
-        reported: the last report without a trace.
-        ranks: the processes that stream it together; None: this one is alone. exchange: of gradients between them.
-        delivery: of weights to them. leave: called once, when this is given up or the process ends: the others may
-            still await something of it.
-    """
-
     def __init__(self, root: nn.Module, device: torch.device, core: _core.Engine, room: Room, compute: str,
                  ranks: Ranks | None = None, reduce: str = "mean", products: str = "bf16") -> None:
         self.root, self.device, self.core, self.room, self.compute = weakref.ref(root), device, core, room, compute
-        self.products, self.ranks, self.is_cuda = products, ranks, device.type == "cuda"
-        self.records: list[Record] = []
+        self.products, self.is_cuda = products, device.type == "cuda"
+        self.ranks = ranks                                   # that stream it together; None: this process is alone
+        self.records: list[Record] = []                      # of all parameters
         self.units: list[list[Record]] = []
         self.unit_names: list[str] = []
-        self.wholes: list[list[Whole]] = []
+        self.wholes: list[list[Whole]] = []                  # by unit: weights of codes
         self.all_windows: list[weakref.ref[Window]] = []     # modules have them, and they have this
-        self.states, self.states_chosen = "fp32", False
-        self.saving: Any = None
-        self.saved_files: dict[bytes, Any] = {}
-        self.planning: Any = None
-        self.trace: Any = UNTRACED
-        self.broken, self.given = "", 0
+        self.states, self.states_chosen = "fp32", False      # format of AdamW's, and whether somebody chose it
+        self.saving: Any = None                              # a checkpoint that is written while the model trains on
+        self.saved_files: dict[bytes, Any] = {}              # of the last checkpoint, which the next may have again
+        self.planning: Planning | None = None                # of a loop that nobody has planned
+        self.trace: Any = UNTRACED                           # mt.trace's, while it is on
+        self.broken = ""                                     # why it is not to be run: a load or a move failed half-way
+        self.given = 0                                       # places of parameters with something else: functional_call
+        # What trials of templates gave, by reading, and why code could not be followed, by window and call.
         self.looked: dict[Any, str] = {}
-        self.checkpointing: list[weakref.ref[nn.Module]] = []
-        self.reported: tuple[float, dict[str, int]] = (time.perf_counter(), {})
+        self.checkpointing: list[weakref.ref[nn.Module]] = []        # modules whose own checkpointing windows do
+        self.reported: tuple[float, dict[str, int]] = (time.perf_counter(), {})      # the last report without a trace
+        # Called once, when this is given up or the process ends: the others may still await something of it.
         self.leave: weakref.finalize[Any, Runtime] | None = None
-        self.check_tree: Callable[[Runtime], None] = lambda rt: None
-        self.tree_changed = False
+        self.check_tree: Callable[[Runtime], None] = lambda rt: None         # install.py's
+        self.tree_changed = False                            # something was put into the model since the last pass
         self.put_later: list[Any] = []
         self._read: dict[Record, Tensor] = {}                # weights read outside of windows, in this forward
         self._begun_by: weakref.ref[Any] | None = None       # the module that began the pass under way
@@ -109,7 +102,7 @@ class Runtime:
         self.exchange = None if ranks is None else Exchange(own, self.handover, ranks, reduce == "mean")
         self.swap, self.expansions, self.delivery = Swap(own), Expansions(), Delivery(own)
         self.ring = Ring(own)
-        self.homes = Homes(own, core, self.ring, 1 if ranks is None else len(ranks.mates))
+        self.homes = Homes(own, core, 1 if ranks is None else len(ranks.mates))
         self.planes = Planes(core, self.homes, own, room, ranks is not None, ranks is not None and ranks.apart)
         self.keeps = Keeps(own)
 
@@ -138,7 +131,7 @@ class Runtime:
     @property
     def windows(self) -> list[Window]:
         """Those whose modules are still there."""
-        return [w for w in [ref() for ref in self.all_windows] if w is not None]
+        return [w for ref in self.all_windows if (w := ref()) is not None]
 
     def stream(self) -> int:
         """Handle of the stream torch computes on now."""
@@ -147,7 +140,7 @@ class Runtime:
     def drain(self) -> None:
         """Everything under way is over: gradients landed, updates done."""
         self.core.drain()
-        self.handover.release()
+        self.handover.alive.clear()          # compute has waited for every copy
         self.homes.arrivals.leave()
 
     def choose_states(self, asked: str) -> None:
@@ -203,8 +196,8 @@ class Runtime:
         self.warn_unlocked()
         # gradient_checkpointing_enable() means "recompute". Windows do that; the model's own checkpointing would run a
         # layer a third time. A plan's word on activations counts; windows of which none says anything replay.
-        for m in [ref() for ref in self.checkpointing]:
-            if m is not None and m.gradient_checkpointing:
+        for ref in self.checkpointing:
+            if (m := ref()) is not None and m.gradient_checkpointing:
                 m.gradient_checkpointing = False
                 if self.planning is None and self.keeps.default == "auto":
                     self.keeps.default = "replay"
@@ -216,10 +209,10 @@ class Runtime:
         if self.backward_seen or self._begun_by is None or self._begun_by() in (who, None):
             self._begun_by, self.backward_seen = weakref.ref(who), False
             self._start_pass(args, kwargs)
-        return hf_calls.mapped((args, kwargs), self._there) if self.is_cuda else (args, kwargs)
-
-    def _there(self, t: Tensor) -> Tensor:
-        return t if t.device == self.device or t.is_meta else t.to(self.device, non_blocking=True)
+        if not self.is_cuda:
+            return args, kwargs
+        return hf_calls.mapped((args, kwargs), lambda t: t if t.device == self.device or t.is_meta else
+                               t.to(self.device, non_blocking=True))
 
     def _start_pass(self, args: Any, kwargs: Any) -> None:
         """What the pass before has left is let go."""
@@ -249,9 +242,8 @@ class Runtime:
 
     def follow_requires_grad(self, params: list[nn.Parameter | None] | None = None) -> None:
         """There are gradients of the parameters that say so now. params: of the records."""
-        params = params or [r.param for r in self.records]
         with torch._C.DisableTorchFunctionSubclass():
-            trains = [p is not None and p.requires_grad for p in params]
+            trains = [p is not None and p.requires_grad for p in params or [r.param for r in self.records]]
         for r, on in zip(self.records, trains):
             if on != r.was_trainable:
                 r.was_trainable = on
@@ -323,3 +315,101 @@ class Runtime:
 
 
 Door.forward = Runtime.forward.__code__
+
+
+class Keeps:
+    def __init__(self, model: Runtime) -> None:
+        self._model = model
+        self.default = "auto"                # what windows do whose own mode is "auto"; "auto": no plan says it
+        self.plan: Plan | None = None        # the one in force; None: modes are by hand
+        self.most_tokens = 0                 # that a fused window was given at once
+        self._told: set[str] = set()
+        self._first = True
+        self._again: list[Window] = []       # of this forward, those that run again in place of a plan's mode
+
+    def _counts(self, window: str) -> bool:
+        """Does the plan in force count this layer's own code?"""
+        return self.plan is not None and window in self.plan.own
+
+    def mode_of(self, window: Window) -> str:
+        """What is done about a window's activations."""
+        mode = window.mode if window.mode != "auto" else self.default
+        if mode == "auto":
+            return "replay" if self._model.is_cuda else "saved"
+        return mode
+
+    def of_own_code(self, window: Window) -> Mode:
+        """What a window's own code keeps. That of a layer keeps several times what its template does: where the mode
+        was chosen for a template, it runs again in backward."""
+        mode, fused = read(self.mode_of(window)), window.fused
+        chosen = window.mode != "auto" or self.default != "auto"
+        if mode.keep != "saved" or not chosen or fused is None or not fused.template.swaps or fused.idle \
+                or self._counts(window.name):
+            return mode
+        self._again.append(window)
+        return mode._replace(keep="replay")
+
+    def fused(self) -> dict[str, str]:
+        """What fused windows keep, by name."""
+        return {w.name: self.mode_of(w) for w in self._model.windows if w.fused is not None}
+
+    def look(self) -> None:
+        """Before a pass that records gradients."""
+        for w in self._model.windows:
+            if w.fused is not None:
+                w.fused.look()
+
+    def planned_otherwise(self) -> bool:
+        """Do layers run their own code that the plan in force has templates for, or the other way round? Or has it
+        shown that their own code cannot run again, as the plan has it?"""
+        layers = [w for w in self._model.windows if w.fused is not None and w.fused.template.swaps]
+        planned = {} if self.plan is None else self.plan.activations
+        return any(bool(w.fused.own) is not self._counts(w.name) for w in layers) or any(
+            w.writes and (w.fused is None or w.fused.own) and read(planned[w.name]).keep != "saved"
+            for w in self._model.windows if w.name in planned)
+
+    def own(self) -> dict[str, str]:
+        """Layers that their own code runs where templates are wanted, and why."""
+        found = ((w, w.unfit if w.fused is None else w.fused.own) for w in self._model.windows)
+        return {w.name: why for w, why in found if why and attends(w.module)}
+
+    def forward_ends(self) -> None:
+        """The user is told of layers that run their own code, once, and where they do not keep what a plan says. Of
+        those that a plan of ours did not count, the next tells."""
+        planning, again = self._model.planning, [*self._again]
+        self._again.clear()
+        if not (again or (self._first and torch.is_grad_enabled())):
+            return
+        own, self._first = self.own(), False
+        self.tell({name: why for name, why in own.items() if self._counts(name)}, "the plan counts what they keep")
+        if planning is None or planning.plan is None:
+            own |= {w.name: w.fused.declined or w.fused.verdict for w in again}
+            instead = "; instead of keeping all of it they run again in backward" if again else ""
+            self.tell(own, "no plan counts what they keep" + instead)
+
+    @contextlib.contextmanager
+    def memory(self) -> Iterator[None]:
+        """Around what may find no memory on the device: then the error says what was planned, and who is not in it."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if MORE in str(error):
+                raise
+            self.look()
+            rt, plan, own = self._model, self.plan, self.own()
+            lines = [f"layers that no template runs, but their own code, which keeps more: {own_code(own)}"] * bool(own)
+            if plan is not None:
+                parts = ", ".join(f"{what} {show_bytes(n)}" for what, n in plan.vram.items() if n)
+                lines.append(f"the plan in force counts {show_bytes(plan.vram_bytes)} of the device: {parts}")
+            used = f"used are {show_bytes(rt.core.device_bytes())} by units at home there"
+            if rt.is_cuda:
+                used += f", and {show_bytes(torch.cuda.max_memory_allocated(rt.device))} by torch at the most"
+            told = "\n".join([*lines, used])
+            raise torch.OutOfMemoryError(f"{error}{MORE}{told}") from error
+
+    def tell(self, own: dict[str, str], then: str) -> None:
+        """Warns once of each layer."""
+        new = {name: why for name, why in own.items() if name not in self._told}
+        if new:
+            self._told |= new.keys()
+            warnings.warn(f"layers that no template runs, but their own code: {own_code(new)}; {then}", stacklevel=2)

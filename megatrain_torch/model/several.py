@@ -18,15 +18,12 @@ from torch import Tensor, nn
 
 from .. import _core
 from ..base.errors import MegatrainError
-from ..base.limits import show_bytes
 from ..base.units import Group
 from ..graph.exchange import Exchange
 from ..group.between import Between
 from ..group.control import Control
-from ..group.ranks import Ranks, shared, watch_torchrun
+from ..group.ranks import Ranks, as_one, shared, watch_torchrun
 from ..plans.fleet import check_homes
-from ..plans.room import shortage
-from ..store.records import Record
 
 if TYPE_CHECKING:
     from .choices import Choices, Limits
@@ -44,10 +41,10 @@ _LAST_STEP_S = 10.0          # in which nothing moves: they do not go on, and th
 def check(ranks: Ranks, module: nn.Module, groups: list[Group], choices: Choices, limits: Limits, reduce: str) -> None:
     """Raises on every rank: they do not stream the same model in the same way, or what is asked for is for one."""
     homes = choices.options.get("homes", "ram")
-    with ranks.as_one():
+    with as_one(ranks):
         if reduce not in REDUCE:
             raise MegatrainError(f"reduce={reduce!r}: use {' or '.join(map(repr, REDUCE))}")
-        if ranks.size != limits.gpus * limits.machines:
+        if ranks.size != limits.fleet.count:
             raise MegatrainError(f"{ranks}: each machine has to have equally many")
         check_homes(limits.fleet, [homes] if isinstance(homes, str) else homes.values(),
                     choices.options.get("grads", "ram"))
@@ -61,22 +58,31 @@ def check(ranks: Ranks, module: nn.Module, groups: list[Group], choices: Choices
                 [f"{name}: {b.dtype} {list(b.shape)}" for name, b in module.named_buffers()])
 
 
-def engine_of(ranks: Ranks, device: str, index: int, threads: int, delay_us: int, seed: int) -> _core.Engine:
-    """An engine on the memory that all processes of this machine share."""
-    watch_torchrun()
-    nodes = ranks.gather(_node(index) if device == "cuda" else -1)
-    before = os.sched_getaffinity(0)
-    near = processors([nodes[r] for r in ranks.mates], nodes[ranks.rank], before)
-    fd = shared(ranks, _core.share() if ranks.rank == ranks.mates[0] else -1)
-    try:
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, near)        # threads that begin now stay on these
-        return _core.Engine(device, index, max(1, threads // len(ranks.mates)), delay_us, seed, share=fd,
-                            rank=ranks.rank, ranks=ranks.size, speakers=ranks.speakers() if ranks.apart else ())
-    finally:
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, before)
-        os.close(fd)
+def engine(where: torch.device, choices: Choices, ranks: Ranks | None) -> _core.Engine:
+    """With nothing in it yet; of several processes on the memory that all of this machine share."""
+    threads, doors = choices.options.get("threads") or max(1, _core.build_info()["cpus"] - 1), choices.doors
+    device, index = where.type, where.index or 0
+    if ranks is None:
+        core = _core.Engine(device, index, threads, doors.delay_us, doors.seed)
+    else:
+        watch_torchrun()
+        nodes = ranks.gather(_node(index) if device == "cuda" else -1)
+        before = os.sched_getaffinity(0)
+        near = processors([nodes[r] for r in ranks.mates], nodes[ranks.rank], before)
+        fd = shared(ranks, _core.share() if ranks.rank == ranks.mates[0] else -1)
+        try:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, near)        # threads that begin now stay on these
+            threads = max(1, threads // len(ranks.mates))
+            core = _core.Engine(device, index, threads, doors.delay_us, doors.seed, share=fd, rank=ranks.rank,
+                                ranks=ranks.size, speakers=ranks.speakers() if ranks.apart else ())
+        finally:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, before)
+            os.close(fd)
+    if doors.lock is not None:
+        core.lock_limit(doors.lock)
+    return core
 
 
 def processors(nodes: list[int], own: int, allowed: set[int], sysfs: Path = Path("/sys")) -> set[int]:
@@ -87,17 +93,14 @@ def processors(nodes: list[int], own: int, allowed: set[int], sysfs: Path = Path
     Args:
         nodes: of the GPUs of this machine's ranks; -1: not known. own: of this one's. allowed: to this process.
     """
-    found = {int(path.parent.name[4:]): _listed(path) & allowed
-             for path in sysfs.glob("devices/system/node/node[0-9]*/cpulist")}
+    found: dict[int, set[int]] = {}
+    for path in sysfs.glob("devices/system/node/node[0-9]*/cpulist"):           # which say "0-3,8"
+        ends = [list(map(int, part.split("-"))) for part in path.read_text().strip().split(",") if part]
+        there = {n for first, *last in ends for n in range(first, [first, *last][-1] + 1)}
+        found[int(path.parent.name[4:])] = there & allowed
     many = Counter(nodes)
     even = many.keys() == {node for node, own in found.items() if own} and len(set(many.values())) == 1
     return found[own] if even else allowed
-
-
-def _listed(path: Path) -> set[int]:
-    """"0-3,8" in a file of the kernel's."""
-    ends = [list(map(int, part.split("-"))) for part in path.read_text().strip().split(",") if part]
-    return {n for first, *last in ends for n in range(first, (last or [first])[0] + 1)}
 
 
 def _node(index: int) -> int:
@@ -154,15 +157,6 @@ def watch(exchange: weakref.ref[Exchange], core: _core.Engine, ranks: Ranks) -> 
         time.sleep(_LOOK_S)
 
 
-def check_copies(ranks: Ranks, records: list[Record]) -> None:
-    """Raises: there is no host memory for a model of its own in each process of the machine."""
-    one, many = sum(r.nbytes for r in records if r.param is not None), len(ranks.mates)
-    if (bound := shortage(one * many)) is not None:
-        raise MegatrainError(f"mt.unstream gives each of {many} processes weights of its own, {show_bytes(one)}, and "
-                             f"{show_bytes(bound.free)} of host memory are free ({bound.what}): let the processes end "
-                             "without it; mt.save, and state_dict() on one rank, need no copies")
-
-
 # ---- weights of which each rank has fetched its portion ----
 
 class Delivery:
@@ -177,41 +171,27 @@ class Delivery:
     begun most of these. So whatever a kernel stands behind in a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1: there is
     one) was launched before it on every rank, and the first of all collectives that are not over waits for local work
     alone.
-
-    Attributes:
-        shards: ranks fetch their portions alone, in passes that record gradients; else each fetches all.
     """
 
     def __init__(self, model: Runtime) -> None:
-        self._model, self.shards = model, False
-        self._bounds: dict[int, tuple[int, ...]] = {}
-        self._told = False
+        self._model, self._told = model, False
+        self.shards = False      # ranks fetch their portions alone, in passes that record gradients; else each all
         # Made by the first that is gathered: the machine's ranks come there together.
         self._mates: Control | None = None
         self._beside: torch.cuda.Stream | None = None
 
-    def forget(self) -> None:
-        """Other slots will be opened, and other cuts."""
-        self._bounds.clear()
-
     def gather(self, slot: int, number: int, memory: Slot) -> None:
         """All portions come to be in the slot; kernels that are launched from now on find them there."""
-        core, compute = self._model.core, self._model.stream()
+        rt, compute = self._model, self._model.stream()
         try:
-            if number not in self._bounds:
-                self._bounds[number] = core.bounds(number)
-            portions = memory.stretches(number, self._bounds[number])
-            if self._model.device.type != "cuda":
-                self._gather(slot, number, portions, compute)
-                core.gathered(number, slot, compute, compute)
-                return
-            if self._beside is None:
-                self._beside = torch.cuda.Stream(self._model.device)
-            with torch.cuda.stream(self._beside):
-                self._gather(slot, number, portions, self._beside.cuda_stream)
-            core.gathered(number, slot, self._beside.cuda_stream, compute)
+            if rt.is_cuda and self._beside is None:
+                self._beside = torch.cuda.Stream(rt.device)
+            stream = compute if self._beside is None else self._beside.cuda_stream
+            with torch.cuda.stream(self._beside) if rt.is_cuda else contextlib.nullcontext():
+                self._gather(slot, number, memory.stretches(number, rt.core.bounds(number)), stream)
+            rt.core.gathered(number, slot, stream, compute)
         except BaseException as error:               # what is in the slot is not whole, and others wait for this rank
-            core.fail(f"weights of unit {self._name(number)!r} were not gathered: {error}")
+            rt.core.fail(f"weights of unit {self._name(number)!r} were not gathered: {error}")
             raise
 
     def _gather(self, slot: int, number: int, portions: list[Tensor], stream: int) -> None:
@@ -219,12 +199,12 @@ class Delivery:
         what = f"gathers weights of unit {self._name(number)!r}"
         core.ready(slot, stream)
         span = core.span(LANE, WORK, self._model.ring.unit_of(number), stream)
-        if self._model.device.type != "cuda" or not ranks.nccl():
+        if not self._model.is_cuda or not ranks.nccl():
             self._control().complete(portions, what)
         else:                                        # to each rank goes this one's portion, and each one's comes here
             me, nothing = ranks.mates.index(ranks.rank), portions[0][:0]
             if exchange is not None and exchange.began:
-                exchange.catch_up(self._control().most(exchange.begun()))
+                exchange.catch_up(self._control().most(exchange.begun))
             out = [nothing if r == me else portions[me] for r in range(len(portions))]
             into = [nothing if r == me else p for r, p in enumerate(portions)]
             with ranks.control.named(what):

@@ -1,5 +1,5 @@
-"""mt.stream: an ordinary module becomes a streamed one, in place; mt.unstream: and back; mt.stream_trainer: the same of
-a model that a trainer has.
+"""mt.stream: an ordinary module becomes a streamed one, in place; mt.unstream: and back; mt.from_pretrained: a saved
+transformers model becomes one, with one model in host memory at the most; mt.stream_trainer: a trainer's model does.
 
 Nothing is changed before everything that can be refused has been. The class of the model, of its
 modules and the identity of its parameters stay; what is added lives in instance attributes, which
@@ -7,10 +7,13 @@ deepcopy and pickle turn back into an ordinary model.
 """
 from __future__ import annotations
 
+import contextlib
+import importlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +21,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..base import patches
+from ..base.codes import coded
 from ..base.errors import MegatrainError, check_dtype
-from ..base.limits import parse_bytes
+from ..base.limits import parse_bytes, show_bytes
 from ..base.modes import check_layers
 from ..base.units import find, stored_dtype
 from ..base.units import group as grouped
@@ -27,16 +31,18 @@ from ..fused.layer import codable
 from ..group.between import Between
 from ..group.ranks import Ranks, as_one, ranks_of
 from ..group.waits import calling
+from ..plans.fleet import ALONE, Fleet
 from ..plans.planner import Plan
-from ..plans.room import Room
+from ..plans.room import Room, shortage
+from ..plans.shapes import shaped
+from ..store.bases import expands, with_base
 from ..store.disk import Disk
 from .choices import Limits, check_model, choose, compute_device, fitted
-from .filling import Origins, declare, empty, engine, fill
+from .filling import Origins, declare, empty, fill
 from .install import install, move_buffers, remove
 from .planning import Planning
-from .registry import runtime_of
-from .runtime import Runtime, find_runtime
-from .several import check, check_copies, leaves_in_order, same_buffers, watch
+from .runtime import Runtime, find_runtime, runtime_of
+from .several import check, engine, leaves_in_order, same_buffers, watch
 
 
 @calling("mt.stream")
@@ -104,7 +110,7 @@ def stream_of(ranks: Ranks | None, module: nn.Module, device: str | torch.device
     """mt.stream by these processes. asked: of choices.choose."""
     with as_one(ranks):
         where = compute_device(device)
-    with nullcontext() if ranks is None else ranks.connected(where):
+    with contextlib.nullcontext() if ranks is None else ranks.connected(where):
         _stream(ranks, module, where, vram=vram, host=host, nvme=nvme, units=units, masters=masters, reduce=reduce,
                 dtype=dtype, **asked)
 
@@ -115,22 +121,25 @@ def _stream(ranks: Ranks | None, module: nn.Module, where: torch.device, *, vram
     with as_one(ranks):
         check_dtype(dtype)
         check_model(module, where, dtype, bare=ranks is not None and ranks.rank != ranks.mates[0])
-        fleet = (1, 1) if ranks is None else (len(ranks.mates), len(set(ranks.machines)))
-        limits = Limits(parse_bytes(vram, "vram"), parse_bytes(host, "host"), Disk.parse(nvme), units, *fleet)
+        fleet = ALONE if ranks is None else Fleet(len(ranks.mates), len(set(ranks.machines)))
+        limits = Limits(parse_bytes(vram, "vram"), parse_bytes(host, "host"), Disk.parse(nvme), units, fleet)
         choices = choose(module, where, limits, dtype=dtype, **asked)
-    with as_one(ranks):
         found = find(module, units)
-        choices.check_windows([name or type(module).__name__ for name, _ in found.windows])
+        names, modes = [name or type(module).__name__ for name, _ in found.windows], choices.activations
+        for name in modes if isinstance(modes, dict) else ():
+            if name not in names:
+                raise MegatrainError(f"plan: activations names {name!r}, and there is no such window; "
+                                     f"windows: {', '.join(names)}")
         groups = grouped(module, found)
         if choices.products == "fp8":
             layers = codable(found.windows)
-            check_layers(type(module).__name__, layers,
-                         {stored_dtype(p, dtype) for m in layers for p in m.parameters() if p.ndim > 1})
+            kinds = {stored_dtype(p, dtype) for m in layers for p in m.parameters() if p.ndim > 1}
+            check_layers(type(module).__name__, layers, kinds)
     if ranks is not None:
         check(ranks, module, groups, choices, limits, reduce)
-    wanted = choices.asked(type(module).__name__, groups, dtype, where, limits.fleet)
     with as_one(ranks):
-        wanted, ring = fitted(wanted, where, choices, limits.host)
+        wanted = fitted(choices.asked(type(module).__name__, groups, dtype, where, limits.fleet), where, choices,
+                        limits.host)
     room = Room(wanted, limits.host)             # refuses planes that come later
     room.ranks = ranks
     rt = Runtime(module, where, engine(where, choices, ranks), room, choices.compute, ranks, reduce, choices.products)
@@ -145,7 +154,7 @@ def _stream(ranks: Ranks | None, module: nn.Module, where: torch.device, *, vram
     origins = None if ranks is None else Origins(ranks, module, groups)
     try:
         with as_one(ranks):
-            declare(rt, wanted, ring, choices)
+            declare(rt, wanted, choices)
         fill(rt, groups, origins, masters)       # from here on the model changes; nothing is checked any more
         with torch._C.DisableTorchFunctionSubclass():        # nothing is under way that a parameter waits for
             room.let_go()
@@ -181,7 +190,12 @@ def unstream(module: nn.Module) -> nn.Module:
     ranks = rt.ranks if alone else None
     with as_one(ranks):
         if rt.ranks is not None:
-            check_copies(rt.ranks, rt.records)
+            one, many = sum(r.nbytes for r in rt.records if r.param is not None), len(rt.ranks.mates)
+            if (bound := shortage(one * many)) is not None:
+                raise MegatrainError(f"mt.unstream gives each of {many} processes weights of its own, "
+                                     f"{show_bytes(one)}, and {show_bytes(bound.free)} of host memory are free "
+                                     f"({bound.what}): let the processes end without it; mt.save, and state_dict() "
+                                     "on one rank, need no copies")
         rt.finish_save()
         rt.drain()
         rt.trace.finish()
@@ -193,7 +207,6 @@ def unstream(module: nn.Module) -> nn.Module:
 
 
 def _take_out(rt: Runtime, module: nn.Module, together: bool = True) -> None:
-    """The model is an ordinary one again, as far as it was streamed."""
     remove(module)
     empty(rt, together)
     patches.release(rt)
@@ -238,4 +251,101 @@ def stream_trainer(kind: Callable[..., Any], model: nn.Module, args: Any, *,
     return trainer
 
 
-__all__ = ["find_runtime", "runtime_of", "stream", "stream_trainer", "unstream"]
+# ---- saved models ----
+
+@calling("mt.from_pretrained")
+def from_pretrained(cls: Any, path: str | Path, *, device: str | torch.device | None = None,
+                    tokens: int | None = None, seq: int | None = None, vram: int | str | None = None,
+                    host: int | str | None = None, nvme: str | dict[str, Any] | None = None,
+                    states: str | None = None, dtype: torch.dtype | None = None,
+                    units: list[str | nn.Module] | None = None, compute: str = "auto",
+                    products: str | None = None, plan: Plan | dict[str, Any] | None = None, group: Any = None,
+                    reduce: str = "mean", base: str | None = None, adapter: Any = None, **kwargs: Any) -> Any:
+    """`cls.from_pretrained(path)` and `mt.stream` of it.
+
+    transformers does its part as ever: names, ties, experts put together, what is missing or unexpected reported. It
+    builds the model on the meta device and maps the files; their bytes are then read straight into the store
+    (store/tensorfiles.py). What it has to convert is in memory for that long, of several processes of a machine in the
+    first.
+
+    Args:
+        cls: AutoModelForCausalLM, or any class with from_pretrained. path: a folder, or what it takes.
+        dtype: of the streamed weights; None: the files'. From fp32 files to torch.bfloat16, mt.AdamW has exact fp32
+            masters.
+        device, tokens, seq, vram, host, nvme, states, units, compute, products, plan, group, reduce: as for mt.stream.
+        base: frozen weights of linear layers as codes, quantised a tensor at a time while they are read: "nf4" and
+            "int8" by bitsandbytes, the former of experts in one tensor too, "fp8" in blocks of 128 by 128; "fp8" and
+            "mxfp4" keep what a checkpoint has so.
+        adapter: a config of PEFT's: the model gets that adapter before it is streamed.
+        kwargs: for cls.from_pretrained. With output_loading_info=True its report is returned too.
+
+    Returns:
+        The streamed model; (model, report) with output_loading_info=True.
+
+    Raises:
+        MegatrainError: as mt.stream.
+    """
+    ranks = ranks_of(group)
+    with as_one(ranks):
+        if base is None:
+            found = loaded(cls, path, ranks is None or ranks.rank == ranks.mates[0], dtype="auto", **kwargs)
+        else:
+            found, dtype = with_base(cls, path, base, dtype, **kwargs), None
+    model, *report = found if isinstance(found, tuple) else (found,)
+    if adapter is not None:
+        model = importlib.import_module("peft").get_peft_model(model, adapter)
+    stream_of(ranks, model, device, vram=vram, host=host, nvme=nvme, units=units, masters=True, reduce=reduce,
+              tokens=tokens, seq=seq, states=states, dtype=dtype, compute=compute, products=products, plan=plan)
+    return (model, *report) if report else model
+
+
+def from_config(config: Any, *, base: str | None = None, layers: int | None = None) -> nn.Module:
+    """A language model of a transformers config on the meta device: to plan for, or to find places for adapters.
+
+    Args:
+        base: linear weights have the form of codes, as for mt.from_pretrained. layers: instead of the config's number.
+
+    Raises:
+        MegatrainError: as mt.from_pretrained of `base`.
+    """
+    return shaped(config, base, layers)
+
+
+def read_pretrained(cls: Any, path: str | Path, *, base: str | None = None, dtype: Any = "auto", values: bool = True,
+                    **kwargs: Any) -> Any:
+    """`cls.from_pretrained(path)` on the CPU, not streamed: for mt.stream_trainer, or to be changed before mt.stream.
+
+    Args:
+        base: frozen weights of linear layers as codes, as for mt.from_pretrained; "whole": weights of 16 bits, where
+            the files have codes of them.
+        dtype: of the weights; "auto": the files'.
+        values: False: the model may be left on the meta device: another process has its values.
+        kwargs: for cls.from_pretrained.
+
+    Raises:
+        MegatrainError: as mt.from_pretrained of `base`.
+    """
+    if base not in (None, "whole"):
+        return with_base(cls, path, base, None if dtype == "auto" else dtype, **kwargs)
+    if base == "whole":
+        kwargs |= expands(importlib.import_module("transformers").AutoConfig.from_pretrained(path))
+    return loaded(cls, path, values, dtype=dtype, **kwargs)
+
+
+def loaded(cls: Any, path: str | Path, has_values: bool, **kwargs: Any) -> Any:
+    """cls.from_pretrained. has_values: else the model may be left on the meta device, and is where transformers knows
+    how."""
+    tf = sys.modules.get("transformers")
+    stock = tf is not None and isinstance(cls, type) and (
+        issubclass(cls, tf.PreTrainedModel) or cls.__module__.startswith("transformers.models.auto."))
+    if not has_values and stock and not kwargs.keys() & {
+            "device_map", "quantization_config", "gguf_file", "state_dict", "tp_plan"}:
+        with contextlib.suppress(Exception):             # what it raises is said by the way that all know
+            found = cls.from_pretrained(path, **kwargs, device_map="meta")
+            if not any(True for _ in coded(found[0] if isinstance(found, tuple) else found)):     # no codes are there
+                return found
+    return cls.from_pretrained(path, **kwargs)
+
+
+__all__ = ["find_runtime", "from_config", "from_pretrained", "read_pretrained", "runtime_of", "stream",
+           "stream_trainer", "unstream"]

@@ -1,7 +1,7 @@
 """Does a model fit? Asked before anything of it is allocated, and again before each plane that comes later.
 
     asked = Asked(name, groups, dtype, homes, ring, micro, on_cpu)
-    sizes = check_device(asked, free, vram)      # slots of the device
+    asked = check_device(asked, free, vram)      # fewer slots of the device where that is short
     check_loading(asked, host, whole)            # before mt.stream takes over the weights
     room = Room(asked, host)
     room.states(core)                            # before mt.AdamW makes its states
@@ -88,14 +88,14 @@ def own_bytes(groups: list[Group]) -> list[int]:
 
 # ---- before mt.stream changes anything -----------------------------------------------------------
 
-def check_device(asked: Asked, free: int | None, limit: int | None) -> list[int]:
-    """Sizes of slots, two of each where more do not fit; refuses what the device, or the user's limit, lacks."""
+def check_device(asked: Asked, free: int | None, limit: int | None) -> Asked:
+    """The same, with two slots of a size where more do not fit; refuses what the device, or the user's limit, lacks."""
     most = min((n for n in (free, limit) if n is not None), default=None)
     if most is not None and sum(asked.device().values()) > most:
         asked = dataclasses.replace(asked, ring=2)
     need = asked.device()
     if most is None or sum(need.values()) <= most:
-        return asked.slots()
+        return asked
     changes: dict[str, Any] = {}
     if limit is not None and (free is None or sum(need.values()) <= free):
         changes["vram"] = sum(need.values())

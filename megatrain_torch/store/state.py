@@ -2,17 +2,17 @@
 
     DeviceParameter     in a window: over the slot that the weights are in
     LazyParameter       read outside its window (a tied head in a container's forward, CLIP's `logit_scale`, a mere
-                        `.dtype`): an output of autograd's node `Fetch`, which knows shape, type and device; the first
+                        `.dtype`): an output of autograd's node `Bind`, which knows shape, type and device; the first
                         operation below autograd fetches the weights, into fresh memory
 
 Class, attributes, `.grad`, hooks, and the place in sets and dicts are the parameter's. Only `is` and `id` tell one
 from the other. Whatever takes a LazyParameter (an operation, an autograd.Function, a custom op) has its edge to
-`Fetch`, which hands the gradient over as a window does.
+`Bind`, which hands the gradient over as a window does.
 """
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -243,24 +243,26 @@ def takes_no_hooks(function: Any) -> Any:
     return function
 
 
-# ---- outside of its window ----
-
 @in_sight
 @takes_no_hooks
-class Fetch(torch.autograd.Function):
-    """Parameter in, LazyParameter out; its gradient in, to the store."""
+class Bind(torch.autograd.Function):
+    """Host parameters in, what stands for them on the device out; gradients in, to the store."""
 
     @staticmethod
-    def forward(ctx: Any, record: Record, param: Tensor) -> Tensor:
-        ctx.records = [record]
-        ctx.use = Use([record]) if in_backward() == -1 else None
-        return LazyParameter(record)
+    def forward(ctx: Any, records: list[Record], make: Callable[[list[Record]], Iterable[Tensor]],
+                *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.records = records
+        ctx.use = Use(records) if in_backward() == -1 else None
+        ctx.set_materialize_grads(False)
+        return tuple(make(records))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         handover = ctx.records[0].runtime.handover
-        return None, *handover.take(ctx.records, ctx.use, accumulators(ctx), (grad,))
+        return None, None, *handover.take(ctx.records, ctx.use, accumulators(ctx), grads)
 
+
+# ---- outside of its window ----
 
 class LazyParameter(DeviceParameter):
     """[shape], without memory until it is used."""
@@ -280,7 +282,8 @@ class LazyParameter(DeviceParameter):
     @staticmethod
     def of(record: Record) -> LazyParameter:
         with torch.inference_mode(False), torch.enable_grad():
-            out = Fetch.apply(record, record.param) if record.trainable else LazyParameter(record)
+            out = LazyParameter(record) if not record.trainable else \
+                Bind.apply([record], lambda own: map(LazyParameter, own), record.param)[0]
         out.__dict__ = record.param.__dict__
         return out
 
