@@ -86,7 +86,7 @@ struct mt_home {
     unsigned       away;         /* planes that it keeps: host memory mirrors them (mirror.h) */
     unsigned       later;        /* of those: planes in a slot, stored when that is used next. In a
                                   * share their host memory stays, and is registered: the ferry
-                                  * keeps it current (ferry.h) */
+                                  * keeps it current */
     unsigned       stays;        /* of those: planes whose host memory is never given back */
     unsigned       visit;        /* planes that the host keeps, and the device has around an
                                   * update */
