@@ -79,7 +79,7 @@ typedef struct bundle {                  /* mu, but for what is constant */
     bay         *bay;                    /* that has its bytes; NULL: the file alone has them */
     struct bundle *older, *newer;
 
-    mt_place    *place;                  /* these, to `post`, of the tier FILE */
+    mt_place     place;                  /* these, to `post`, of the tier FILE */
     stage        at;
     int          wanted;                 /* brought, and copies back not put yet: the bay stays */
     int          told;                   /* LOST: mt_swap_out has said so */
@@ -216,13 +216,7 @@ static void bay_close(mt_swap *w, bay *b)
     free(b);
 }
 
-static mt_status bay_memory(mt_swap *w, mt_arena *out, size_t bytes)
-{
-    return mt_arena_open(out, bytes, w->cx->pool, w->dev, "activations on the host",
-                         w->stats.host_bytes + w->stats.spill.host_bytes);
-}
-
-static mt_status bay_open(mt_swap *w, size_t bytes, bay **out)
+static mt_status bay_open(mt_swap *w, bay **out)
 {
     bay      *b;
     mt_status st;
@@ -231,7 +225,6 @@ static mt_status bay_open(mt_swap *w, size_t bytes, bay **out)
     b->fills.bay = b->lands.bay = b;
     MT_TRY(w->dev->ops->event_open(w->dev, &b->filled));
     MT_TRY(w->dev->ops->event_open(w->dev, &b->landed));
-    MT_TRY(bay_memory(w, &b->arena, bytes));
     *out = b;
     return MT_OK;
 fail:
@@ -240,12 +233,6 @@ fail:
 }
 
 /* These, and what follows: under mu. */
-static void push(mt_swap *w, mt_swap_tier tier, bay *b)
-{
-    b->next = w->bays[tier];
-    w->bays[tier] = b;
-}
-
 static void part(bay *b)
 {
     MT_ASSERT(b->fills.n == 0);
@@ -267,14 +254,14 @@ static void join(bay *b, bundle *k)
 }
 
 /* The smallest free bay that holds `bytes`; else *largest is the largest free one, NULL if none
- * is. Nothing at all is held by bays of their own. */
+ * is. Nothing at all is held by bays without memory. */
 static bay *fitting(const mt_swap *w, size_t bytes, bay **largest)
 {
     bay *best = NULL;
 
     *largest = NULL;
     for (bay *b = w->bays[MT_SWAP_HOST]; b != NULL; b = b->next) {
-        if (b->holds != NULL || (b->arena.bytes == 0) != (bytes == 0))
+        if (b->holds != NULL || (bytes == 0 && b->arena.bytes > 0))
             continue;
         if (b->arena.bytes >= bytes && (best == NULL || b->arena.bytes < best->arena.bytes))
             best = b;
@@ -284,34 +271,52 @@ static bay *fitting(const mt_swap *w, size_t bytes, bay **largest)
     return best;
 }
 
-/* A bay of the tier HOST for a bundle, by who has the turn; without mu, as memory takes its time.
- * Where no free one holds so many bytes, the largest of them gives way to a new one; its copies
- * must be over before its memory goes. */
+/* Other memory for a bay that may go. Lets go of mu meanwhile: memory is slow to come, and the
+ * file's threads go on. The bay and its events stay: somebody may be about to wait for them. */
+static mt_status enlarge(mt_swap *w, bay *b, size_t *all, size_t bytes)
+{
+    mt_arena  arena = b->arena;
+    mt_status st;
+
+    part(b);
+    b->arena = (mt_arena){ 0 };
+    *all -= arena.bytes;
+    mt_unlock(&w->mu);
+    mt_arena_close(&arena);
+    st = mt_arena_open(&arena, bytes, w->cx->pool, w->dev, "activations on the host",
+                       w->stats.host_bytes + w->stats.spill.host_bytes);
+    mt_lock(&w->mu);
+    b->arena = arena;
+    *all += arena.bytes;
+    return st;
+}
+
+/* One without memory, which enlarge makes. */
+static mt_status one_more(mt_swap *w, mt_swap_tier tier, bay **out)
+{
+    MT_DO(bay_open(w, out));
+    (*out)->next = w->bays[tier];
+    w->bays[tier] = *out;
+    return MT_OK;
+}
+
+/* A bay of the tier HOST for a bundle, under mu, by who has the turn. Where no free one holds so
+ * many bytes, the largest of them is enlarged; its copies must be over before its memory goes. */
 static mt_status host_bay(mt_swap *w, bundle *k)
 {
-    bay *b, *largest, **at = &w->bays[MT_SWAP_HOST];
+    bay      *largest, *b = fitting(w, k->whole, &largest);
+    mt_status st;
 
-    MT_WITH(&w->mu) {
-        if ((b = fitting(w, k->whole, &largest)) != NULL)
-            join(b, k);
+    if (b == NULL && (b = largest) == NULL)
+        MT_DO(one_more(w, MT_SWAP_HOST, &b));
+    if (b->arena.base == NULL || b->arena.bytes < k->whole) {
+        mt_unlock(&w->mu);
+        if ((st = mt_watch_event(watch_of(w), b->filled, b->filling.unit, LEFT)) == MT_OK)
+            st = mt_watch_event(watch_of(w), b->landed, b->landing.unit, BACK);
+        mt_lock(&w->mu);
+        MT_DO(st);
+        MT_DO(enlarge(w, b, &w->stats.host_bytes, k->whole));
     }
-    if (b != NULL)
-        return MT_OK;
-    if (largest != NULL) {
-        MT_DO(mt_watch_event(watch_of(w), largest->filled, largest->filling.unit, LEFT));
-        MT_DO(mt_watch_event(watch_of(w), largest->landed, largest->landing.unit, BACK));
-        MT_WITH(&w->mu) {
-            while (*at != largest)
-                at = &(*at)->next;
-            *at = largest->next;
-            w->stats.host_bytes -= largest->arena.bytes;
-        }
-        bay_close(w, largest);
-    }
-    MT_DO(bay_open(w, k->whole, &b));
-    MT_HOLD(&w->mu);
-    push(w, MT_SWAP_HOST, b);
-    w->stats.host_bytes += b->arena.bytes;
     join(b, k);
     return MT_OK;
 }
@@ -342,7 +347,7 @@ static void forget(mt_swap *w, bundle *k)
 {
     if (k->bay != NULL)
         part(k->bay);
-    mt_places_give(&w->places, k->place);
+    mt_places_give(&w->places, &k->place);
     *(k->newer != NULL ? &k->newer->older : &w->newest) = k->older;
     if (k->older != NULL)
         k->older->newer = k->newer;
@@ -359,10 +364,8 @@ static void no_longer(mt_swap *w, bundle *k, int needed, int users)
     k->users -= users;
     if (!is_dropped(k))
         return;
-    if (mt_skips(w->cx, MT_EDGE_GONE)) {
-        mt_places_give(&w->places, k->place);
-        k->place = NULL;
-    }
+    if (mt_skips(w->cx, MT_EDGE_GONE))
+        mt_places_give(&w->places, &k->place);
     if (!is_under_way(k))
         forget(w, k);
     if (in_file) {
@@ -398,7 +401,7 @@ static void request_over(mt_request *r)
 
 static void put(mt_swap *w, bundle *k, int write)
 {
-    k->r = (mt_request){ .write = write, .at = k->place->at, .mem = k->bay->arena.base,
+    k->r = (mt_request){ .write = write, .at = k->place.at, .mem = k->bay->arena.base,
                          .bytes = k->whole, .sums = k->sums, .done = request_over, .arg = k };
     k->begun_ns = mt_now_ns();
     w->requests++;
@@ -510,25 +513,6 @@ static bay *choose(const mt_swap *w, size_t bytes)
     return best;
 }
 
-/* Other memory for a bay that may go. Lets go of mu meanwhile: memory is slow to come, and the
- * file's threads go on. The bay and its events stay: somebody may be about to wait for them. */
-static mt_status enlarge(mt_swap *w, bay *b, size_t bytes)
-{
-    mt_arena  arena = b->arena;
-    mt_status st;
-
-    part(b);
-    b->arena = (mt_arena){ 0 };
-    w->stats.spill.host_bytes -= arena.bytes;
-    mt_unlock(&w->mu);
-    mt_arena_close(&arena);
-    st = bay_memory(w, &arena, bytes);
-    mt_lock(&w->mu);
-    b->arena = arena;
-    w->stats.spill.host_bytes += arena.bytes;
-    return st;
-}
-
 /* Lets go of mu meanwhile, and a moment longer: nobody else has the turn. */
 #define WAIT_UNTIL(w, k, over, what)                                                               \
     __extension__({                                                                                \
@@ -555,8 +539,7 @@ static mt_status file_bay(mt_swap *w, bundle *k, bay **out)
         MT_DO(mt_worker_failure(&w->worker));
         b = choose(w, k->whole);
         if (w->made_bays < w->n_bays && (b == NULL || b->holds != NULL)) {
-            MT_DO(bay_open(w, 0, &b));           /* without memory, which enlarge makes */
-            push(w, MT_SWAP_FILE, b);
+            MT_DO(one_more(w, MT_SWAP_FILE, &b));
             w->made_bays++;
         } else if (b == NULL)
             b = choose(w, 0);
@@ -566,7 +549,7 @@ static mt_status file_bay(mt_swap *w, bundle *k, bay **out)
                          "host memory for what it keeps (WRITTEN)"));
     }
     if (b->arena.bytes < k->whole)
-        MT_DO(enlarge(w, b, k->whole));
+        MT_DO(enlarge(w, b, &w->stats.spill.host_bytes, k->whole));
     *out = b;
     return MT_OK;
 }
@@ -593,14 +576,13 @@ static mt_status prepare_file(mt_swap *w, bundle *k)
     MT_DO(file_bay(w, k, &b));
     join(b, k);
     /* Nobody else takes places meanwhile: who makes bundles has the turn. */
-    while ((lack = mt_places_lack(&w->places, k->whole)) > 0) {
+    while ((lack = mt_places_take(&w->places, &k->place, k->whole)) > 0) {
         mt_unlock(&w->mu);
-        st = w->file->ops->take(w->file, (size_t)lack, &at);
+        st = w->file->ops->take(w->file, (size_t)lack, &at);     /* what it gives follows on */
         mt_lock(&w->mu);
         MT_DO(st);
-        MT_DO(mt_places_add(&w->places, lack));
+        w->places.bytes += lack;
     }
-    k->place = mt_places_take(&w->places, k->whole);
     return MT_OK;
 }
 
@@ -747,7 +729,7 @@ static mt_status bundle_new(mt_swap *w, int unit, const mt_swap_part *parts, int
  * returns. */
 static mt_status fill(mt_swap *w, bundle *k, const mt_swap_part *parts, mt_queue *run)
 {
-    MT_DO(k->tier == MT_SWAP_FILE ? prepare_file(w, k) : host_bay(w, k));
+    MT_DO(k->tier == MT_SWAP_FILE ? prepare_file(w, k) : MT_LOCKED(&w->mu, host_bay(w, k)));
     MT_DO(behind(w, w->out, w->made, run, MT_EDGE_COMPUTED));
     mt_watch_compute(watch_of(w), &w->making, mt_store_name(w->store, k->unit),
                      "its kernels (the event COMPUTED)", w->made);
@@ -917,7 +899,6 @@ void mt_swap_close(mt_swap *w)
             next = b->next;
             bay_close(w, b);
         }
-    mt_places_close(&w->places);
     mt_worker_close(&w->worker);
     mt_watch_take(watch_of(w), &w->making);
     w->dev->ops->event_close(w->made);
