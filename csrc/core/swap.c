@@ -34,7 +34,6 @@
 enum { SOURCES = 1, TENSORS = 2 };
 
 /* swap.h says what they mean. */
-enum { NONE, FILLED, LANDED, BOTH };
 typedef enum { NEW, FILLING, WRITING, STORED, READING, UNREAD, LOST, STAGES } stage;
 
 static const unsigned next_stages[STAGES] = {
@@ -45,16 +44,10 @@ static const unsigned next_stages[STAGES] = {
     [READING] = 1 << STORED | 1 << UNREAD,
     [UNREAD] = 1 << STORED,
 };
-static const unsigned next_waits[] = {
-    [NONE] = 1 << FILLED | 1 << LANDED,
-    [FILLED] = 1 << NONE | 1 << BOTH,
-    [LANDED] = 1 << NONE | 1 << LANDED,
-    [BOTH] = 1 << LANDED | 1 << BOTH,
-};
 
 typedef struct owed {                    /* a wait for copies that our thread owes a bay. mu */
     mt_job        node;
-    int           n;                     /* so many copies are not over; changed by `count` alone */
+    int           n;                     /* so many copies are not over */
     struct bay   *bay;
 } owed;
 
@@ -130,21 +123,6 @@ static void become(bundle *k, stage to)
     MT_ASSERT(mt_holds(&k->w->mu));
     MT_ASSERT(next_stages[k->at] >> to & 1);
     k->at = to;
-}
-
-static unsigned waits_of(const bay *b)
-{
-    return (b->fills.n > 0 ? FILLED : NONE) | (b->lands.n > 0 ? LANDED : NONE);
-}
-
-/* One more wait, or one less. Without DRAINED a bay may be filled anew while it is emptied. */
-static void count(const mt_swap *w, owed *o, int more)
-{
-    unsigned before = waits_of(o->bay);
-
-    MT_ASSERT(mt_holds(&w->mu));
-    o->n += more;
-    MT_ASSERT(next_waits[before] >> waits_of(o->bay) & 1 || mt_skips(w->cx, MT_EDGE_DRAINED));
 }
 
 /* FILLING, WRITING and READING end by themselves. */
@@ -469,7 +447,7 @@ static mt_status wait_for_device(void *arg, mt_job *node)
     if (!mt_skips(w->cx, fills ? MT_EDGE_FULL : MT_EDGE_DRAINED))
         st = w->dev->ops->sync_event(fills ? b->filled : b->landed);
     mt_lock(&w->mu);
-    count(w, o, -1);
+    o->n--;
     if (fills && (is_dropped(k) || w->worker.stop || st != MT_OK || w->worker.failed != MT_OK)) {
         become(k, LOST);
         if (is_dropped(k))
@@ -483,10 +461,12 @@ static mt_status wait_for_device(void *arg, mt_job *node)
     return st;
 }
 
-/* Behind what is owed already, also where this is. */
+/* Behind what is owed already, also where this is. What fills a bay is owed before what empties it;
+ * without DRAINED a bay may be filled anew while it is emptied. */
 static void owe(mt_swap *w, owed *o)
 {
-    count(w, o, !o->node.listed);
+    MT_ASSERT(o != &o->bay->fills || o->bay->lands.n == 0 || mt_skips(w->cx, MT_EDGE_DRAINED));
+    o->n += !o->node.listed;
     mt_worker_withdraw(&w->worker, &o->node);
     (void)mt_worker_submit(&w->worker, &o->node);
 }
