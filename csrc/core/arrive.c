@@ -169,18 +169,6 @@ static mt_status put_copies(mt_resident *r, mt__settled *h, const int *params, i
 
 /* ---- a stay ----------------------------------------------------------------------------- */
 
-/* Memory for the host's planes, made without mu: pages by the gigabyte take their time. */
-static mt_status commit(mt_resident *r, int unit, const mt_part *parts, int n)
-{
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        for (int i = 0; i < n; i++)
-            if (parts[i].at[p] != NULL) {
-                MT_DO(mt_store_commit(r->store, unit, (mt_plane)p));
-                break;
-            }
-    return MT_OK;
-}
-
 /* Under mu. The parts are the unit's from here on. */
 static mt_status put_lift(mt_resident *r, mt__settled *h, mt_part *parts, int n, mt_queue *run)
 {
@@ -203,28 +191,12 @@ fail:
     return st;
 }
 
-/* malloc'd, with addresses; MT_EINVAL unless mem has as many pieces as it takes. */
-static mt_status parts_of(const mt_resident *r, int unit, size_t most, void *const *mem, int n,
-                          mt_part **out)
-{
-    mt_pieces *pieces MT_CLOSED(mt_pieces_free) = NULL;
-    mt_part   *parts;
-
-    MT_DO(cut(r, unit, most, &pieces));
-    if (pieces->n != n)
-        MT_DO(MT_FAIL(MT_EINVAL, "unit %s: %d pieces of device memory for its states; they take "
-                      "%d", mt_store_name(r->store, unit), n, pieces->n));
-    MT_DO(MT_MAKE(parts, n, mt_store_name(r->store, unit)));
-    for (int i = 0; i < n; i++)
-        mt_pieces_at(pieces, i, mem[i], &parts[i]);
-    *out = parts;
-    return MT_OK;
-}
-
 mt_status mt_arrive_lift(mt_resident *r, int unit, size_t most, void *const *mem, int n,
                          mt_queue *run, int *taken)
 {
+    mt_pieces   *pieces MT_CLOSED(mt_pieces_free) = NULL;
     mt_part     *parts MT_FREED = NULL;
+    unsigned     planes = 0;
     mt__settled *h;
 
     MT_DO(find(r, unit, &h));
@@ -234,8 +206,19 @@ mt_status mt_arrive_lift(mt_resident *r, int unit, size_t most, void *const *mem
         *taken = 0;
         return MT_OK;
     }
-    MT_DO(parts_of(r, unit, most, mem, n, &parts));
-    MT_DO(commit(r, unit, parts, n));
+    MT_DO(cut(r, unit, most, &pieces));
+    if (pieces->n != n)
+        return MT_FAIL(MT_EINVAL, "unit %s: %d pieces of device memory for its states; they take "
+                       "%d", mt_store_name(r->store, unit), n, pieces->n);
+    MT_DO(MT_MAKE(parts, n, mt_store_name(r->store, unit)));
+    for (int i = 0; i < n; i++) {
+        mt_pieces_at(pieces, i, mem[i], &parts[i]);
+        for (int p = 0; p < MT_PLANE_COUNT; p++)
+            planes |= (unsigned)(parts[i].at[p] != NULL) << p;
+    }
+    for (int p = 0; p < MT_PLANE_COUNT; p++)         /* pages by the gigabyte: made without mu */
+        if (planes >> p & 1)
+            MT_DO(mt_store_commit(r->store, unit, (mt_plane)p));
     MT_HOLD(&r->mu);
     MT_ASSERT(h->parts == NULL);
     MT_DO(put_lift(r, h, MT_KEEP(parts), n, run));

@@ -46,17 +46,15 @@ static mt_status build(mt__course *c, const size_t *unit_bytes, int n_units,
                        const size_t *slot_bytes, int n_slots)
 {
     int          at = 0;
-    int         *trace MT_FREED = NULL;
     mt_schedule *sch;
 
     for (int i = 1; i < MT__COURSE_KEPT; i++)    /* the oldest gives way */
         if (c->kept[i].begun < c->kept[at].begun)
             at = i;
-    MT_DO(MT_MAKE(trace, c->n_trace, "stream"));
-    memcpy(trace, c->trace, (size_t)c->n_trace * sizeof *trace);
-    MT_DO(mt_schedule_build(trace, c->n_trace, unit_bytes, n_units, slot_bytes, n_slots, &sch));
+    MT_DO(mt_schedule_build(c->trace, c->n_trace, unit_bytes, n_units, slot_bytes, n_slots, &sch));
     kept_close(&c->kept[at]);
-    c->kept[at] = (mt__kept){ .trace = MT_KEEP(trace), .n_trace = c->n_trace, .sch = sch };
+    c->kept[at] = (mt__kept){ .trace = MT_KEEP(c->trace), .n_trace = c->n_trace, .sch = sch };
+    c->room = 0;                         /* the next trace has memory of its own */
     c->cur = at;
     c->rebuilds++;
     return MT_OK;

@@ -47,14 +47,6 @@ static unsigned char *copy_at(const mt__unit *u, int p, int param)
     return &u->mirror.copies[p * u->shape.n + param];
 }
 
-/* A plane that has nothing for a parameter's type stays EMPTY. */
-static int has_bytes(const mt__unit *u, int p, int param)
-{
-    const mt_param_desc *d = &u->shape.desc[param];
-
-    return mt_plane_bytes((mt_plane)p, d->dtype, (mt_states)atomic_load(&u->states), d->numel) > 0;
-}
-
 static const mt_home *home_of(const mt__unit *u)
 {
     return atomic_load(&u->home);
@@ -73,10 +65,13 @@ static void tell(mt__unit *u, int param, unsigned planes, mt_mirror_event e)
     planes &= planes_of(u);
     FOR_COPIES(u, param, planes, p, i) {
         unsigned char *c = copy_at(u, p, i), next = table[*c][e];
+        const mt_param_desc *d = &u->shape.desc[i];
 
         MT_ASSERT(next != MT_MIRROR_NEVER);
+        /* A plane that has nothing for a parameter's type stays EMPTY. */
         if (next != MT_MIRROR_NEVER && next != *c &&
-            (*c != MT_MIRROR_EMPTY || has_bytes(u, p, i)))
+            (*c != MT_MIRROR_EMPTY ||
+             mt_plane_bytes((mt_plane)p, d->dtype, (mt_states)atomic_load(&u->states), d->numel) > 0))
             *c = next;
     }
     if (e == MT_MIRROR_CHANGED)
@@ -256,15 +251,6 @@ void mt_mirror_leave(mt_store *s, int unit)
 
 _Static_assert(MT_PLANE_COUNT <= MT_BOARD_PLANES, "a word for each plane");
 
-/* This rank's portion is gone, so not all is here. */
-static void forget_word(const mt__unit *u, int p)
-{
-    uint64_t is = atomic_load(mt_board_plane(&u->board, p));
-
-    if (!(is & BUSY))
-        (void)atomic_compare_exchange_strong(mt_board_plane(&u->board, p), &is, 0);
-}
-
 void mt__mirror_lacks(mt_store *s, int unit, unsigned planes)
 {
     for (int p = 0; p < MT_PLANE_COUNT; p++)
@@ -287,8 +273,10 @@ void mt_mirror_drop(mt_store *s, int unit, unsigned planes)
     mt_unlock(&s->mirror_mu);
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         if (planes >> p & 1) {
-            if (u->shared)
-                forget_word(u, p);
+            uint64_t is = u->shared ? atomic_load(mt_board_plane(&u->board, p)) : BUSY;
+
+            if (!(is & BUSY))            /* this rank's portion is gone, so not all is here */
+                (void)atomic_compare_exchange_strong(mt_board_plane(&u->board, p), &is, 0);
             mt_store_decommit(s, unit, (mt_plane)p);
         }
 }
@@ -655,13 +643,19 @@ static mt_status meet_evict(mt_store *s, int unit, int first)
     return st;
 }
 
-/* (1) and (2) of mirror.h. Nobody is asked while ranks meet: this is not to be done again. */
-static mt_status evict_with_all(mt_store *s, int unit)
+mt_status mt_mirror_evict(mt_store *s, int unit)
 {
     mt__unit    *u = mt__unit_at(s, unit);
-    mt_watch_ask asks = mt_watch_asks(NULL);
+    mt_watch_ask asks;
     mt_status    st, met;
 
+    MT_DO(mt_ledger_wait_saved(s, unit));
+    if (keeper(s, unit) == NULL)
+        return MT_OK;
+    if (s->share == NULL)
+        return drop(s, unit, 1);
+    /* (1) and (2) of mirror.h. Nobody is asked while ranks meet: this is not to be done again. */
+    asks = mt_watch_asks(NULL);
     if ((st = meet_evict(s, unit, 1)) == MT_OK) {
         u->mirror.all_evict = 1;
         st = drop(s, unit, 1);
@@ -671,14 +665,6 @@ static mt_status evict_with_all(mt_store *s, int unit)
     }
     (void)mt_watch_asks(asks);
     return st;
-}
-
-mt_status mt_mirror_evict(mt_store *s, int unit)
-{
-    MT_DO(mt_ledger_wait_saved(s, unit));
-    if (keeper(s, unit) == NULL)
-        return MT_OK;
-    return s->share != NULL ? evict_with_all(s, unit) : drop(s, unit, 1);
 }
 
 int mt_mirror_is_old(mt_store *s, int unit)

@@ -211,9 +211,10 @@ static void tally_close(tally *y)
     free(y);
 }
 
-/* Chunks are noted of what is ours of a unit that has several owners, or whose norm is made with
- * other ranks; they lie behind the sums. */
-static mt_status tally_open(mt_offload *o, int unit, tally **out)
+/* Putting thread, which alone changes the table; others read it under mu. Chunks are noted of what
+ * is ours of a unit that has several owners, or whose norm is made with other ranks; they lie behind
+ * the sums. */
+static mt_status tally_of(mt_offload *o, int unit, tally **out)
 {
     int         n = mt_store_params(o->store, unit);
     int         asked = o->cx->share != NULL || mt_store_owners(o->store, unit) > 1;
@@ -224,6 +225,11 @@ static mt_status tally_open(mt_offload *o, int unit, tally **out)
     tally      *y = NULL;
     mt_status   st;
 
+    if (unit >= o->n_tally)
+        MT_DO(MT_LOCKED(&o->mu, MT_GROW(o->tally, o->n_tally, mt_store_units(o->store),
+                                        "offload")));
+    if ((*out = o->tally[unit]) != NULL)
+        return MT_OK;
     for (int i = 0; i < n && asked; i++)
         chunks += (size_t)mt_grains(mt_store_owned(o->store, unit, i, &from));
     MT_TRY(MT_MAKE(y, 1, name));
@@ -238,28 +244,12 @@ static mt_status tally_open(mt_offload *o, int unit, tally **out)
         y->chunks[i] = own > 0 ? at : NULL;
         at += own;
     }
-    *out = y;
+    *out = MT_LOCKED(&o->mu, o->tally[unit] = y);
     return MT_OK;
 
 fail:
     tally_close(y);
     return st;
-}
-
-/* Putting thread, which alone changes the table; others read it under mu. */
-static mt_status tally_of(mt_offload *o, int unit, tally **out)
-{
-    tally *y;
-
-    if (unit >= o->n_tally)
-        MT_DO(MT_LOCKED(&o->mu, MT_GROW(o->tally, o->n_tally, mt_store_units(o->store),
-                                        "offload")));
-    if ((y = o->tally[unit]) == NULL) {
-        MT_DO(tally_open(o, unit, &y));
-        (void)MT_LOCKED(&o->mu, o->tally[unit] = y);
-    }
-    *out = y;
-    return MT_OK;
 }
 
 /* ---- open and close --------------------------------------------------------------------- */
@@ -317,28 +307,6 @@ void mt_offload_close(mt_offload *o)
 
 /* ---- put: first everything that can be refused, then the queue -------------------------- */
 
-static mt_status check_item(const mt_offload *o, int unit, const mt_grad_item *it)
-{
-    const mt_param_desc *d = mt_store_desc(o->store, unit, it->param);
-    int there = mt_store_home(o->store, unit, NULL)->at != NULL;
-    int can_add = there ? o->kernels.accumulate_put != NULL : o->kernels.accumulate != NULL;
-    int64_t from;
-
-    if (d == NULL)
-        return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d",
-                       mt_store_name(o->store, unit), it->param, mt_store_params(o->store, unit));
-    if (it->src == NULL && mt_store_owned(o->store, unit, it->param, &from) > 0)
-        return MT_FAIL(MT_EINVAL, "unit %s: the gradient of parameter %d is at no address",
-                       mt_store_name(o->store, unit), it->param);
-    if (it->mode == MT_GRAD_ADD && !can_add)
-        return MT_FAIL(MT_ENOTSUP, "unit %s: gradients are to be added, and mt_offload_open() was "
-                       "given no accumulate", mt_store_name(o->store, unit));
-    if (it->mode != MT_GRAD_SET && mt_store_passes(o->store, unit))
-        return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass, so none is there to add to",
-                       mt_store_name(o->store, unit));
-    return MT_OK;
-}
-
 /* Where a plane has the first element that is ours of a parameter: where the unit's gradients are,
  * or (host) as users see it in host memory. */
 static mt_status plane_at(mt_offload *o, int unit, int param, mt_plane plane, int host, void **out)
@@ -361,14 +329,27 @@ static mt_status plane_at(mt_offload *o, int unit, int param, mt_plane plane, in
 static mt_status parcel_make(mt_offload *o, int unit, const mt_grad_item *it, tally *y, parcel *p)
 {
     const mt_param_desc *d = mt_store_desc(o->store, unit, it->param);
+    const char          *name = mt_store_name(o->store, unit);
     int64_t              from, n = mt_store_owned(o->store, unit, it->param, &from);
+    int                  settled = mt_store_home(o->store, unit, NULL)->at != NULL;
     void                *at;
 
+    if (d == NULL)
+        return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d", name, it->param,
+                       mt_store_params(o->store, unit));
+    if (it->src == NULL && n > 0)
+        return MT_FAIL(MT_EINVAL, "unit %s: the gradient of parameter %d is at no address", name,
+                       it->param);
+    if (it->mode == MT_GRAD_ADD && (settled ? o->kernels.accumulate_put == NULL
+                                            : o->kernels.accumulate == NULL))
+        return MT_FAIL(MT_ENOTSUP, "unit %s: gradients are to be added, and mt_offload_open() was "
+                       "given no accumulate", name);
+    if (it->mode != MT_GRAD_SET && mt_store_passes(o->store, unit))
+        return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass, so none is there to add to", name);
     *p = (parcel){ .item = *it, .dt = d->dtype, .n = n, .sum = &y->sum[it->param],
-                   .chunks = y->chunks[it->param],
+                   .chunks = y->chunks[it->param], .settled = settled,
                    .whole = mt_store_owners(o->store, unit) == 1 };
     p->bytes = (size_t)p->n * mt_dtype_bytes(p->dt);
-    p->settled = mt_store_home(o->store, unit, NULL)->at != NULL;
     MT_DO(plane_at(o, unit, it->param, MT_PLANE_GRAD, 0, &p->grad));
     if (it->mode == MT_GRAD_SET)
         return MT_OK;
@@ -396,7 +377,6 @@ static mt_status prepare(mt_offload *o, ticket *t, int unit, const mt_grad_item 
     t->n = n;
     t->adds = 0;
     for (int i = 0; i < n; i++) {
-        MT_DO(check_item(o, unit, &items[i]));
         MT_DO(parcel_make(o, unit, &items[i], y, &t->parcels[i]));
         t->params[i] = items[i].param;
         if (is_staged(&t->parcels[i])) {

@@ -217,25 +217,22 @@ void mt_store_leave(mt_store *s)
     end(&s->peers);
 }
 
-static int some_may_ask(const mt_store *s)
-{
-    for (int rank = 0; rank < mt_share_ranks(s->share); rank++)
-        if (rank != mt_share_rank(s->share) && !mt_share_parted(s->share, rank))
-            return 1;
-    return 0;
-}
-
 void mt_store_stay(mt_store *s, double seconds)
 {
     uint64_t since = mt_now_ns();
-    int      served = 0;
+    int      served = 0, rank = 0;
 
     if (!is_running(&s->serves))
         return;
     mt_share_part(s->share);
-    while (some_may_ask(s) && (double)(mt_now_ns() - since) < seconds * 1e9) {
+    while ((double)(mt_now_ns() - since) < seconds * 1e9) {
         uint32_t word = mt_share_word(s->share);
 
+        while (rank < mt_share_ranks(s->share) &&
+               (rank == mt_share_rank(s->share) || mt_share_parted(s->share, rank)))
+            rank++;                      /* who has parted asks no more */
+        if (rank == mt_share_ranks(s->share))
+            break;
         if (served != atomic_load(&s->served)) {
             served = atomic_load(&s->served);
             since = mt_now_ns();

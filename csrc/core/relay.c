@@ -50,13 +50,6 @@ static mt_status add(mt_relay *r, mt_parcel p, void *base)
     return MT_OK;
 }
 
-/* What was never updated has no moments. */
-static int is_updated(mt_store *s, int unit, int param)
-{
-    return mt_store_made(s, unit, param, MT_PLANE_M, 0) ||
-           mt_store_made(s, unit, param, MT_PLANE_M, 1);
-}
-
 /* This rank's portion of the weights of parameters that are updated; those that lie side by side go
  * together. */
 static mt_status add_updated(mt_relay *r, int unit)
@@ -70,7 +63,9 @@ static mt_status add_updated(mt_relay *r, int unit)
     for (int i = 0, first = 0; i <= u->shape.n; i++) {
         size_t from, to;
 
-        if (i < u->shape.n && is_updated(r->s, unit, i))
+        /* What was never updated has no moments. */
+        if (i < u->shape.n && (mt_store_made(r->s, unit, i, MT_PLANE_M, 0) ||
+                               mt_store_made(r->s, unit, i, MT_PLANE_M, 1)))
             continue;
         from = first < i ? u->shape.offset[first] : 0;
         to = first == i ? 0 : i < u->shape.n ? u->shape.offset[i] : u->shape.bytes;
@@ -82,16 +77,6 @@ static mt_status add_updated(mt_relay *r, int unit)
                                       .bytes = to - from }, hi));
     }
     return MT_OK;
-}
-
-static mt_status add_chunks(mt_relay *r, int unit)
-{
-    const mt__unit *u = mt__unit_at(r->s, unit);
-    size_t          from, n;
-
-    mt__chunks_of(u, &u->own, &from, &n);
-    return add(r, (mt_parcel){ .kind = MT_PARCEL_CHUNKS, .unit = unit, .at = from * sizeof(double),
-                               .bytes = n * sizeof(double) }, u->board.chunks);
 }
 
 /* This rank's portions of what was asked for, where it has them. */
@@ -120,13 +105,20 @@ static mt_status add_asked(mt_relay *r, uint64_t about)
 /* What has to be there before the note is said. */
 static mt_status unpack(mt_relay *r)
 {
-    const mt_note *note = &r->note;
+    const mt_note  *note = &r->note;
+    const mt__unit *u;
+    size_t          from, n;
 
     r->n = r->next = 0;
     if (note->unit >= 0 && note->count == MT_COUNT_UPDATED)
         return add_updated(r, note->unit);
-    if (note->unit >= 0 && note->count == MT_COUNT_SUMMED)
-        return add_chunks(r, note->unit);
+    if (note->unit >= 0 && note->count == MT_COUNT_SUMMED) {
+        u = mt__unit_at(r->s, note->unit);
+        mt__chunks_of(u, &u->own, &from, &n);
+        return add(r, (mt_parcel){ .kind = MT_PARCEL_CHUNKS, .unit = note->unit,
+                                   .at = from * sizeof(double), .bytes = n * sizeof(double) },
+                   u->board.chunks);
+    }
     return note->count >= MT_COUNT_SERVED ? add_asked(r, note->about) : MT_OK;
 }
 

@@ -170,15 +170,6 @@ mt_status mt_resident_parts(mt_resident *r, int unit, const mt_part **parts, int
     return *guest ? mt__arrive_parts(r, unit, parts, n) : MT_OK;
 }
 
-/* Of what is this process's of the parameter; *skip: those before it. */
-static size_t own_bytes(const mt_resident *r, int unit, int param, mt_plane p, size_t *skip)
-{
-    int64_t from, n = mt_store_owned(r->store, unit, param, &from);
-
-    *skip = mt_store_plane_bytes(r->store, unit, param, p, from);
-    return mt_store_plane_bytes(r->store, unit, param, p, n);
-}
-
 /* Under mu. Behind what was put in q for the unit. */
 mt_status mt__record(const mt_resident *r, const mt__settled *h, mt_queue *q, mt_event *e,
                      mt_post *post, const char *queue, const char *awaits)
@@ -329,11 +320,13 @@ mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run)
     return r->ferry.open ? MT_LOCKED(&r->mu, mt_edge(r->cx, MT_EDGE_RAISED, run, h->raised)) : MT_OK;
 }
 
-/* Under mu. One parameter's plane, up or down. */
+/* Under mu. One parameter's plane, up or down: what is this process's of it. */
 static mt_status put_copy(mt_resident *r, int unit, int param, mt_plane p, int up)
 {
-    size_t skip, bytes = own_bytes(r, unit, param, p, &skip);
-    void  *host, *there;
+    int64_t from, n = mt_store_owned(r->store, unit, param, &from);
+    size_t  skip = mt_store_plane_bytes(r->store, unit, param, p, from);
+    size_t  bytes = mt_store_plane_bytes(r->store, unit, param, p, n);
+    void   *host, *there;
 
     if (bytes == 0)
         return MT_OK;
@@ -493,7 +486,6 @@ static mt_status home_wait(void *arg, int unit, unsigned planes)
 static mt_status copy(mt_resident *r, int unit, int param, unsigned planes, int up)
 {
     mt_watch_ask ask = mt_watch_asks(NULL);
-    size_t       skip;
     mt_status    st = MT_OK;
 
     mt_lock(&r->mu);
@@ -501,7 +493,7 @@ static mt_status copy(mt_resident *r, int unit, int param, unsigned planes, int 
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         for (int i = 0; i < mt_store_params(r->store, unit) && (planes >> p & 1); i++)
             if (st == MT_OK &&
-                (up ? (param < 0 || i == param) && own_bytes(r, unit, i, (mt_plane)p, &skip) > 0
+                (up ? param < 0 || i == param
                     : mt_mirror_any(r->store, unit, i, 1u << p, IS(LOADING) | IS(STALE))))
                 st = put_copy(r, unit, i, (mt_plane)p, up);
     if (st == MT_OK)

@@ -38,15 +38,6 @@ static void put(walk *w, mt_step_kind kind, int unit, int slot)
 
 /* ---- what goes in ----------------------------------------------------------------------- */
 
-static mt_status check_trace(const int *trace, int64_t n, int n_units)
-{
-    for (int64_t i = 0; i < n; i++)
-        if (trace[i] < 0 || trace[i] >= n_units)
-            return MT_FAIL(MT_EINVAL, "entry %lld of the trace names unit %d of %d", (long long)i,
-                           trace[i], n_units);
-    return MT_OK;
-}
-
 /* The smallest slots that hold the unit. Larger ones are left to those that need them. */
 static mt_status find_class(int unit, size_t unit_bytes, const size_t *slot_bytes, int n_slots,
                             size_t *class_bytes)
@@ -69,33 +60,16 @@ static mt_status find_class(int unit, size_t unit_bytes, const size_t *slot_byte
     return MT_OK;
 }
 
-static void walk_close(walk *w)
+/* Everything is empty. From the last COMPUTE to the first: who is needed when. */
+static mt_status walk_open(walk *w, const size_t *slot_bytes)
 {
-    free(w->next);
-    free(w->soon);
-    free(w->slot_of);
-    free(w->class_bytes);
-    free(w->slot);
-    mt_schedule_free(w->out);
-}
-
-/* Everything empty. */
-static mt_status walk_open(walk *w, int64_t n_trace, int n_units, int n_slots)
-{
-    w->n_units = n_units;
-    w->n_slots = n_slots;
-    MT_DO(MT_MAKE(w->next, n_trace, "schedule"));
-    MT_DO(MT_MAKE(w->soon, n_units, "schedule"));
-    MT_DO(MT_MAKE(w->slot_of, n_units, "schedule"));
-    MT_DO(MT_MAKE(w->class_bytes, n_units, "schedule"));
-    MT_DO(MT_MAKE(w->slot, n_slots, "schedule"));
+    MT_DO(MT_MAKE(w->next, w->n_uses, "schedule"));
+    MT_DO(MT_MAKE(w->soon, w->n_units, "schedule"));
+    MT_DO(MT_MAKE(w->slot_of, w->n_units, "schedule"));
+    MT_DO(MT_MAKE(w->class_bytes, w->n_units, "schedule"));
+    MT_DO(MT_MAKE(w->slot, w->n_slots, "schedule"));
     MT_DO(MT_MAKE(w->out, 1, "schedule"));
-    return MT_MAKE(w->out->steps, 2 * n_trace, "schedule");      /* each with a FETCH at most */
-}
-
-/* From the last COMPUTE to the first, who is needed when. */
-static void walk_read(walk *w, const size_t *slot_bytes)
-{
+    MT_DO(MT_MAKE(w->out->steps, 2 * w->n_uses, "schedule"));    /* each with a FETCH at most */
     for (int u = 0; u < w->n_units; u++) {
         w->soon[u] = NEVER;
         w->slot_of[u] = -1;
@@ -106,6 +80,7 @@ static void walk_read(walk *w, const size_t *slot_bytes)
     }
     for (int i = 0; i < w->n_slots; i++)
         w->slot[i] = (slot_state){ slot_bytes[i], -1, -1 };
+    return MT_OK;
 }
 
 /* ---- who gives way ---------------------------------------------------------------------- */
@@ -162,39 +137,41 @@ static void prefetch(walk *w)
 
 /* ---- the walk --------------------------------------------------------------------------- */
 
-static void walk_run(walk *w)
-{
-    prefetch(w);
-    for (int64_t k = 0; k < w->n_uses; k++) {
-        int unit = w->use[k], slot = w->slot_of[unit];
-
-        put(w, MT_COMPUTE, unit, slot);
-        w->slot[slot].last_use = k;
-        w->soon[unit] = w->next[k];
-        prefetch(w);
-    }
-}
-
 mt_status mt_schedule_build(const int *trace, int64_t n_trace,
                             const size_t *unit_bytes, int n_units,
                             const size_t *slot_bytes, int n_slots, mt_schedule **out)
 {
-    walk      w = { .use = trace, .n_uses = n_trace };
+    walk      w = { .use = trace, .n_uses = n_trace, .n_units = n_units, .n_slots = n_slots };
     mt_status st;
 
     if (n_trace < 0 || n_units < 0 || n_slots < 0)
         return MT_FAIL(MT_EINVAL, "schedule: %lld windows, %d units, %d slots",
                        (long long)n_trace, n_units, n_slots);
-    MT_TRY(check_trace(trace, n_trace, n_units));
-    MT_TRY(walk_open(&w, n_trace, n_units, n_slots));
-    walk_read(&w, slot_bytes);
+    for (int64_t i = 0; i < n_trace; i++)
+        if (trace[i] < 0 || trace[i] >= n_units)
+            return MT_FAIL(MT_EINVAL, "entry %lld of the trace names unit %d of %d", (long long)i,
+                           trace[i], n_units);
+    MT_TRY(walk_open(&w, slot_bytes));
     for (int u = 0; u < n_units; u++)
         if (w.soon[u] != NEVER)
             MT_TRY(find_class(u, unit_bytes[u], slot_bytes, n_slots, &w.class_bytes[u]));
-    walk_run(&w);
+    prefetch(&w);
+    for (int64_t k = 0; k < n_trace; k++) {
+        int unit = trace[k], slot = w.slot_of[unit];
+
+        put(&w, MT_COMPUTE, unit, slot);
+        w.slot[slot].last_use = k;
+        w.soon[unit] = w.next[k];
+        prefetch(&w);
+    }
     *out = MT_KEEP(w.out);
 fail:
-    walk_close(&w);
+    free(w.next);
+    free(w.soon);
+    free(w.slot_of);
+    free(w.class_bytes);
+    free(w.slot);
+    mt_schedule_free(w.out);
     return st;
 }
 

@@ -403,22 +403,18 @@ void mt_board_close(mt_board *b)
 
 /* ---- who is there ------------------------------------------------------------------------- */
 
-/* What holds the lock is a description of the file, which ends with its process. */
-static int is_locked(const mt_share *h, int rank)
+/* What holds a rank's lock is a description of the file, which ends with its process. */
+mt_presence mt_share_presence(const mt_share *h, int rank)
 {
     struct flock lock = byte_of(rank);
 
-    return rank == h->rank || fcntl(h->fd, F_OFD_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
-}
-
-mt_presence mt_share_presence(const mt_share *h, int rank)
-{
     if (mt_share_said(h, MT_COUNT_LEFT, rank))
         return MT_RANK_LEFT;
     if (mt_share_lost_ns(h, rank) != 0)
         return MT_RANK_DIED;
     return mt_share_said(h, MT_COUNT_CAME, rank) == 0 || mt_share_speaker(h, rank) != rank ||
-           is_locked(h, rank) ? MT_RANK_HERE : MT_RANK_DIED;
+           rank == h->rank || fcntl(h->fd, F_OFD_GETLK, &lock) != 0 || lock.l_type != F_UNLCK
+           ? MT_RANK_HERE : MT_RANK_DIED;
 }
 
 uint64_t mt_share_lost_ns(const mt_share *h, int rank)

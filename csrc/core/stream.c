@@ -219,20 +219,6 @@ static void tell_feed(mt_stream *s)
     mt_feed_expect(s->cx->feed, units, n);
 }
 
-/* Behind FREED and before the copy, so that whoever reads too early reads NaN. */
-static mt_status put_poison(mt_stream *s, const request *r, size_t bytes)
-{
-    if (s->poison == NULL) {
-        MT_DO(MT_MAKE(s->poison, (int64_t)POISON_BYTES, "stream"));
-        memset(s->poison, 0xFF, POISON_BYTES);
-    }
-    for (size_t at = 0; at < bytes; at += POISON_BYTES) {
-        size_t n = bytes - at < POISON_BYTES ? bytes - at : POISON_BYTES;
-        MT_DO(s->dev->ops->copy(s->h2d, (char *)r->mem + at, s->poison, n));
-    }
-    return MT_OK;
-}
-
 static mt_status copy_hi(mt_stream *s, const request *r, const void *hi)
 {
     const cut          *c = cut_of(s, r->unit);
@@ -265,11 +251,18 @@ static mt_status put_copy(mt_stream *s, const request *r, const void *hi)
     const mt_dev_ops *v = s->dev->ops;
     slot             *k = &s->slots[r->slot];
     size_t            bytes = bytes_of(s, r->unit);
+    int               poisons = mt_poisons(s->cx);
 
     /* FREED: compute on what the slot held was put in run before `freed` was recorded there. */
     MT_DO(mt_edge(s->cx, MT_EDGE_FREED, s->h2d, k->freed));
-    if (mt_poisons(s->cx))
-        MT_DO(put_poison(s, r, bytes));
+    if (poisons && s->poison == NULL) {
+        MT_DO(MT_MAKE(s->poison, (int64_t)POISON_BYTES, "stream"));
+        memset(s->poison, 0xFF, POISON_BYTES);
+    }
+    /* Behind FREED and before the copy, so that whoever reads too early reads NaN. */
+    for (size_t at = 0; poisons && at < bytes; at += POISON_BYTES)
+        MT_DO(v->copy(s->h2d, (char *)r->mem + at, s->poison,
+                      bytes - at < POISON_BYTES ? bytes - at : POISON_BYTES));
     MT_DO(hi != NULL ? copy_hi(s, r, hi) : mt_feed_copy(s->cx->feed, r->unit, r->mem, s->h2d));
     return v->record(s->h2d, k->ready);
 }
@@ -450,15 +443,6 @@ mt_status mt_stream_cut(mt_stream *s, int unit, const mt_cut_range *ranges, int 
 }
 
 /* ---- asking for copies: the acquiring thread -------------------------------------------- */
-
-/* The slot that is the unit's for good; -1: none. */
-static int settled_slot(const mt_stream *s, int unit)
-{
-    for (int k = 0; k < s->n_slots && s->n_settled > 0; k++)
-        if (s->slots[k].settled && s->slots[k].unit == unit)
-            return k;
-    return -1;
-}
 
 /* Its weights are in files of all mates: there is no other way to it than together. */
 static int needs_mates(const mt_stream *s, int unit)
@@ -689,11 +673,13 @@ static mt_status open_window(mt_stream *s, int unit, mt_queue *run, int *k)
 
 mt_status mt_stream_acquire(mt_stream *s, int unit, mt_queue *run, int *slot_out, void **mem)
 {
-    int k;
+    int k = -1;                          /* the slot that is the unit's for good; -1: none */
 
     MT_DO(mt_ledger_check(s->store));
     s->takes_turn = 0;
-    if ((k = settled_slot(s, unit)) < 0) {
+    for (int i = 0; i < s->n_slots && s->n_settled > 0 && k < 0; i++)
+        k = s->slots[i].settled && s->slots[i].unit == unit ? i : -1;
+    if (k < 0) {
         MT_DO(check_fits(s, unit));
         if (unit != s->last_unit || (k = holding(s, unit, -1)) < 0) {
             MT_DO(open_window(s, unit, run, &k));

@@ -194,22 +194,6 @@ static void bay_close(mt_swap *w, bay *b)
     free(b);
 }
 
-static mt_status bay_open(mt_swap *w, bay **out)
-{
-    bay      *b;
-    mt_status st;
-
-    MT_DO(MT_MAKE(b, 1, "swap"));
-    b->fills.bay = b->lands.bay = b;
-    MT_TRY(w->dev->ops->event_open(w->dev, &b->filled));
-    MT_TRY(w->dev->ops->event_open(w->dev, &b->landed));
-    *out = b;
-    return MT_OK;
-fail:
-    bay_close(w, b);
-    return st;
-}
-
 /* These, and what follows: under mu. */
 static void part(bay *b)
 {
@@ -272,10 +256,19 @@ static mt_status enlarge(mt_swap *w, bay *b, size_t *all, size_t bytes)
 /* One without memory, which enlarge makes. */
 static mt_status one_more(mt_swap *w, mt_swap_tier tier, bay **out)
 {
-    MT_DO(bay_open(w, out));
-    (*out)->next = w->bays[tier];
-    w->bays[tier] = *out;
+    bay      *b;
+    mt_status st;
+
+    MT_DO(MT_MAKE(b, 1, "swap"));
+    b->fills.bay = b->lands.bay = b;
+    MT_TRY(w->dev->ops->event_open(w->dev, &b->filled));
+    MT_TRY(w->dev->ops->event_open(w->dev, &b->landed));
+    b->next = w->bays[tier];
+    *out = w->bays[tier] = b;
     return MT_OK;
+fail:
+    bay_close(w, b);
+    return st;
 }
 
 /* A bay of the tier HOST for a bundle, under mu, by who has the turn. Where no free one holds so

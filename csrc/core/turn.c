@@ -100,16 +100,6 @@ static uint64_t meeting(const mt_turns *t)
     return t->turn >> MEETING;
 }
 
-/* Is there any use in waiting for a mate that has not come? */
-static int may_come(const mt_turns *t, int mate)
-{
-    int rank = t->mates[mate];
-
-    return mt_share_said(t->share, MT_COUNT_TURN, rank) >= t->late[mate] &&
-           mt_share_about(t->share, MT_COUNT_AWAY, rank) != meeting(t) + 1 &&
-           mt_share_presence(t->share, rank) == MT_RANK_HERE;
-}
-
 /* What the mates' turns tell. */
 typedef struct compared {
     int      sure, in_step;              /* a verdict can be given; which */
@@ -124,18 +114,22 @@ static compared compare(mt_turns *t, int over)
     compared c = { .sure = 1, .in_step = 1, .own = about };
 
     for (int mate = 0; mate < t->n_mates && c.in_step; mate++) {
-        uint64_t turn = mt_share_said(t->share, MT_COUNT_TURN, t->mates[mate]);
-        uint64_t its = mt_share_about(t->share, MT_COUNT_TURN, t->mates[mate]);
+        int      rank = t->mates[mate];
+        uint64_t turn = mt_share_said(t->share, MT_COUNT_TURN, rank);
+        uint64_t its = mt_share_about(t->share, MT_COUNT_TURN, rank);
 
         if (turn == t->turn && its == about)
             continue;
-        if (turn < t->turn && !over && may_come(t, mate)) {
+        /* There is no use in waiting for one that was given up, is away, or has ended. */
+        if (turn < t->turn && !over && turn >= t->late[mate] &&
+            mt_share_about(t->share, MT_COUNT_AWAY, rank) != meeting(t) + 1 &&
+            mt_share_presence(t->share, rank) == MT_RANK_HERE) {
             c.sure = 0;                  /* and look whether another one is astray already */
             continue;
         }
         if (turn < t->turn)
             t->late[mate] = t->turn;
-        c = (compared){ .sure = 1, .rank = t->mates[mate], .own = about,
+        c = (compared){ .sure = 1, .rank = rank, .own = about,
                         .other = turn < t->turn ? 0 : its };
     }
     return c;

@@ -19,8 +19,8 @@
 
 typedef struct job {
     mt_update     *up;       /* NULL: it is over, or its home has it */
-    unsigned char *counted;  /* [n_params] at submit, the offload had the sum of squares, or the
-                              * sums of this rank's chunks */
+    unsigned char *counted;  /* [n_params] at submit, the offload had, or was about to have, the sum
+                              * of squares, or the sums of this rank's chunks */
     double        *sums;     /* [n_params] of squares, of all ranks' chunks. The updater's; NULL:
                               * this process is alone */
     const mt_home *home;     /* of its unit, at submit */
@@ -85,16 +85,6 @@ static void work_free(work *w)
     free(w);
 }
 
-/* The offload has, or will have, what the norm takes of the parameter from this process. */
-static int is_counted(const mt_updater *u, int unit, int param)
-{
-    int64_t from;
-
-    return u->cx->share == NULL ? mt_offload_has(u->grads, unit, param, MT_GRAD_COUNTED)
-           : mt_store_owned(u->store, unit, param, &from) == 0 ||
-             mt_offload_has(u->grads, unit, param, MT_GRAD_CHUNKED);
-}
-
 static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *to)
 {
     const char *name = mt_store_name(u->store, from->unit);
@@ -112,8 +102,13 @@ static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *t
         return MT_FAIL(MT_ESTATE, "unit %s %s, and its job cannot update it there, or nothing is "
                        "open that could", name, to->home->lives);
     for (int i = 0; i < from->n_params; i++) {
-        to->up->params[i] = from->params[i];
-        to->counted[i] = (unsigned char)is_counted(u, from->unit, from->params[i]);
+        int     p = to->up->params[i] = from->params[i];
+        int64_t first;
+
+        to->counted[i] = (unsigned char)(u->cx->share == NULL
+            ? mt_offload_has(u->grads, from->unit, p, MT_GRAD_COUNTED)
+            : mt_store_owned(u->store, from->unit, p, &first) == 0 ||
+              mt_offload_has(u->grads, from->unit, p, MT_GRAD_CHUNKED));
     }
     return MT_OK;
 }
@@ -276,57 +271,30 @@ static mt_status measure_all(mt_updater *u, const work *w)
     return MT_OK;
 }
 
-/* Nobody on any rank reads weights of these units as they are, but for saves, which let go of each
- * when it is copied. Of all before the first is written, since ranks may go through them in other
- * orders. */
-static mt_status clear_all(mt_updater *u, const work *w)
-{
-    mt_span span;
-
-    mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, -1, NULL);
-    for (int i = 0; i < w->n; i++)
-        MT_DO(mt_ledger_wait_fetched(u->store, w->jobs[i].up->j.unit));
-    mt_ledger_say(u->store, MT_COUNT_CLEAR, w->ticket, 0);
-    MT_DO(mt_ledger_meet(u->store, MT_COUNT_CLEAR, w->ticket, 0, NULL));
-    mt_timeline_end(u->timeline, &span, 0, NULL);
-    return MT_OK;
-}
-
 /* ---- norms, and jobs ---------------------------------------------------------------------- */
 
-/* Sum of squares of parameter i of a job, whose gradients are whole; NaN and *known = 0 when
- * nobody took it. */
-static double sum_of(mt_updater *u, const job *b, int i, int *known)
-{
-    int    use = 0, valid;
-    double sum = 0;
-
-    if (b->sums != NULL) {
-        *known = 1;
-        return b->sums[i];
-    }
-    if (b->up->j.sumsq != NULL)
-        sum = b->up->j.sumsq(b->up->j.arg, u->pool, i, NULL, &use);
-    if (!use)
-        sum = mt_offload_sumsq(u->grads, b->up->j.unit, b->up->j.params[i], &valid);
-    *known = use || b->counted[i];
-    return *known ? sum : (double)NAN;
-}
-
-/* Waits for the unit's gradients and adds their sums to *total in parameter order. *finite: what
- * could be judged is; *known: all could. */
+/* Waits for the unit's gradients and adds their sums of squares to *total in parameter order; NaN
+ * where nobody took one. *finite: what could be judged is; *known: all could. */
 static mt_status weigh(mt_updater *u, const job *b, double *total, int *finite, int *known)
 {
-    MT_DO(mt_ledger_wait_grads(u->store, b->up->j.unit));
-    *finite = *known = 1;
-    for (int i = 0; i < b->up->j.n_params; i++) {
-        int    one;
-        double sum = sum_of(u, b, i, &one);
+    const mt_update_job *j = &b->up->j;
 
-        *total += sum;
-        *known &= one;
-        if (one && !isfinite(sum))
+    MT_DO(mt_ledger_wait_grads(u->store, j->unit));
+    *finite = *known = 1;
+    for (int i = 0; i < j->n_params; i++) {
+        int    use = b->sums != NULL, valid;
+        double sum = use ? b->sums[i] : 0;
+
+        if (!use && j->sumsq != NULL)
+            sum = j->sumsq(j->arg, u->pool, i, NULL, &use);
+        if (!use)
+            sum = mt_offload_sumsq(u->grads, j->unit, j->params[i], &valid);
+        if (!use && !b->counted[i]) {
+            sum = (double)NAN;
+            *known = 0;
+        } else if (!isfinite(sum))
             *finite = 0;
+        *total += sum;
     }
     return MT_OK;
 }
@@ -442,6 +410,7 @@ static mt_status carry_out(void *arg, mt_job *node)
     work       *w = (work *)(void *)node;
     result      r = { .norm = (double)NAN };
     float       clip = 1.0f;
+    mt_span     span;
     mt_status   st = MT_OK;
 
     mt_unlock(&u->mu);
@@ -449,8 +418,19 @@ static mt_status carry_out(void *arg, mt_job *node)
         st = measure_all(u, w);
     if (st == MT_OK && w->max_norm > 0)
         st = weigh_all(u, w, &r, &clip);
-    if (st == MT_OK && u->cx->share != NULL)
-        st = clear_all(u, w);
+    if (st == MT_OK && u->cx->share != NULL) {
+        mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, -1, NULL);
+        /* CLEAR: nobody on any rank reads weights of these units as they are, but for saves, which
+         * let go of each when it is copied. Of all before the first is written, since ranks may go
+         * through them in other orders. */
+        for (int i = 0; i < w->n && st == MT_OK; i++)
+            st = mt_ledger_wait_fetched(u->store, w->jobs[i].up->j.unit);
+        if (st == MT_OK) {
+            mt_ledger_say(u->store, MT_COUNT_CLEAR, w->ticket, 0);
+            st = mt_ledger_meet(u->store, MT_COUNT_CLEAR, w->ticket, 0, NULL);
+        }
+        mt_timeline_end(u->timeline, &span, 0, NULL);
+    }
     st = run_all(u, w, st, clip, &r);
     if (st != MT_OK)
         mt_ledger_fault(u->store, st, mt_last_error());

@@ -326,22 +326,13 @@ mt_status mt_watch_cond(pthread_cond_t *c)
     return err == 0 ? MT_OK : MT_FAIL(MT_ENOMEM, "no condition variable: %s", strerror(err));
 }
 
-/* Under mu. Until c is signalled, or some time has gone by. */
-static void slice(mt_watch *w, const mt_post *p, pthread_cond_t *c, mt_mutex *mu)
-{
-    uint64_t        left = left_of(w, p), most = asks != NULL ? ASK_NS : SLICE_NS;
-    uint64_t        until = mt_now_ns() + (left < most ? left : most);
-    struct timespec t = { (time_t)(until / 1000000000u), (long)(until % 1000000000u) };
-
-    (void)mt_cond_timedwait(c, mu, &t);
-    woken(w, until);
-}
-
 /* Looked at anew where the lock was let go of, before it is slept on again; and once more where it
  * is stuck. Not by who is interrupted: to look may be to take. */
 int mt__wait_on(mt__wait *wait)
 {
-    mt_watch *w = wait->w;
+    mt_watch       *w = wait->w;
+    uint64_t        until, left, most = asks != NULL ? ASK_NS : SLICE_NS;
+    struct timespec t;
 
     if (wait->st != MT_OK)
         return 0;
@@ -356,7 +347,11 @@ int mt__wait_on(mt__wait *wait)
         return wait->st != MT_EINTR;
     }
     wait->judged = 0;
-    slice(w, &wait->post, wait->c, wait->mu);
+    left = left_of(w, &wait->post);
+    until = mt_now_ns() + (left < most ? left : most);
+    t = (struct timespec){ (time_t)(until / 1000000000u), (long)(until % 1000000000u) };
+    (void)mt_cond_timedwait(wait->c, wait->mu, &t);
+    woken(w, until);
     return 1;
 }
 
