@@ -109,23 +109,6 @@ void mt_pool_run(mt_pool *p, mt_chunk_fn fn, void *arg, int64_t n_chunks)
 
 /* ---- how many processors ---------------------------------------------------------------- */
 
-static int affinity_cpus(void)
-{
-    /* The kernel refuses a set smaller than its own, so the set grows until it is taken. */
-    for (size_t n = 1024; n <= 1 << 20; n *= 4) {
-        size_t     bytes = CPU_ALLOC_SIZE(n);
-        cpu_set_t *set = CPU_ALLOC(n);
-        int        count = 0;
-
-        if (set != NULL && sched_getaffinity(0, bytes, set) == 0)
-            count = CPU_COUNT_S(bytes, set);
-        CPU_FREE(set);
-        if (count > 0)
-            return count;
-    }
-    return 1;
-}
-
 static int min_limit(int a, int b)
 {
     return a == 0 || (b != 0 && b < a) ? b : a;
@@ -213,5 +196,19 @@ int mt__cgroup_cpus(const char *root, const char *self)
 
 int mt_cpu_count(void)
 {
-    return min_limit(affinity_cpus(), mt__cgroup_cpus("/sys/fs/cgroup", "/proc/self/cgroup"));
+    int group = mt__cgroup_cpus("/sys/fs/cgroup", "/proc/self/cgroup");
+
+    /* The kernel refuses a set smaller than its own, so the set grows until it is taken. */
+    for (size_t n = 1024; n <= 1 << 20; n *= 4) {
+        size_t     bytes = CPU_ALLOC_SIZE(n);
+        cpu_set_t *set = CPU_ALLOC(n);
+        int        count = 0;
+
+        if (set != NULL && sched_getaffinity(0, bytes, set) == 0)
+            count = CPU_COUNT_S(bytes, set);
+        CPU_FREE(set);
+        if (count > 0)
+            return min_limit(count, group);
+    }
+    return 1;
 }

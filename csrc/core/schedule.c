@@ -90,29 +90,6 @@ static int64_t needed_at(const walk *w, const slot_state *s)
     return s->unit < 0 ? NEVER : w->soon[s->unit];
 }
 
-/* Of the slots that fit use[need] and hold what is not needed until after it: the one needed last;
- * of equals, the one idle for longest. -1: every unit there is needed sooner.
- *
- * It may be the slot of the COMPUTE just passed, and where all units are of one class it is: only
- * there did something change. The copy then waits on the device for that COMPUTE's kernels. */
-static int farthest(const walk *w)
-{
-    size_t class_bytes = w->class_bytes[w->use[w->need]];
-    int    best = -1;
-
-    for (int i = 0; i < w->n_slots; i++) {
-        const slot_state *s = &w->slot[i];
-        int64_t           at = needed_at(w, s);
-
-        if (s->bytes != class_bytes || at <= w->need)
-            continue;
-        if (best < 0 || at > needed_at(w, &w->slot[best]) ||
-            (at == needed_at(w, &w->slot[best]) && s->last_use < w->slot[best].last_use))
-            best = i;
-    }
-    return best;
-}
-
 static void fetch(walk *w, int unit, int slot)
 {
     slot_state *s = &w->slot[slot];
@@ -124,13 +101,29 @@ static void fetch(walk *w, int unit, int slot)
     w->slot_of[unit] = slot;
 }
 
-/* Every fetch that can stand here. */
+/* Every fetch that can stand here: of the slots that fit use[need] and hold what is not needed until
+ * after it, into the one needed last; of equals, the one idle for longest. It may be the slot of the
+ * COMPUTE just passed, and where all units are of one class it is: only there did something change.
+ * The copy then waits on the device for that COMPUTE's kernels. */
 static void prefetch(walk *w)
 {
-    for (int slot;; fetch(w, w->use[w->need], slot)) {
+    for (int best;; fetch(w, w->use[w->need], best)) {
         while (w->need < w->n_uses && w->slot_of[w->use[w->need]] >= 0)
             w->need++;
-        if (w->need == w->n_uses || (slot = farthest(w)) < 0)
+        if (w->need == w->n_uses)
+            return;
+        best = -1;
+        for (int i = 0; i < w->n_slots; i++) {
+            const slot_state *s = &w->slot[i];
+            int64_t           at = needed_at(w, s);
+
+            if (s->bytes != w->class_bytes[w->use[w->need]] || at <= w->need)
+                continue;
+            if (best < 0 || at > needed_at(w, &w->slot[best]) ||
+                (at == needed_at(w, &w->slot[best]) && s->last_use < w->slot[best].last_use))
+                best = i;
+        }
+        if (best < 0)                    /* every unit there is needed sooner */
             return;
     }
 }

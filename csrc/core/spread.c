@@ -126,38 +126,34 @@ static mt_status meet_writers(mt_store *s, const spread *w, uint64_t n)
     return st;
 }
 
-/* A rank's portion of a plane, if anybody has looked at it here. */
-static mt_status copy_portion(mt_store *s, const spread *w, mt_plane p, int rank)
-{
-    mt_portion  part;
-    int64_t     from, n;
-    size_t      skip;
-    const char *place;
-    void       *at;
-
-    MT_DO(mt_portion_of(s, w->unit, rank, mt_share_ranks(s->share), &part));
-    n = mt_portion_part(&part, w->param, mt_store_desc(s, w->unit, w->param)->numel, &from);
-    skip = mt_store_plane_bytes(s, w->unit, w->param, p, from);
-    MT_DO(mt_store_at(s, w->unit, w->param, p, &at));
-    place = view_of(s, &mt__unit_at(s, w->unit)->plane[MT__HOST][p], at);
-    if (place != NULL)
-        memcpy((char *)at + skip, place + skip,
-               mt_store_plane_bytes(s, w->unit, w->param, p, n));
-    return MT_OK;
-}
-
 /* This rank's portion is everybody's. Of weights so are those of the ranks for which this one
  * speaks: all of them have written the same. */
 static mt_status spread_own(mt_store *s, const spread *w, uint64_t n)
 {
-    int          me = mt_share_rank(s->share);
+    int          me = mt_share_rank(s->share), ranks = mt_share_ranks(s->share);
     mt_watch_ask asks;
     mt_status    st;
 
     for (int p = 0; p < MT_PLANE_COUNT; p++)
-        for (int rank = 0; (w->planes >> p & 1) && rank < mt_share_ranks(s->share); rank++)
-            if (rank == me || (p == MT_PLANE_HI && mt_share_speaker(s->share, rank) == me))
-                MT_DO(copy_portion(s, w, (mt_plane)p, rank));
+        for (int rank = 0; (w->planes >> p & 1) && rank < ranks; rank++) {
+            mt_portion  part;
+            int64_t     from, some;
+            size_t      skip;
+            const char *place;
+            void       *at;
+
+            if (rank != me && !(p == MT_PLANE_HI && mt_share_speaker(s->share, rank) == me))
+                continue;
+            MT_DO(mt_portion_of(s, w->unit, rank, ranks, &part));
+            some = mt_portion_part(&part, w->param, mt_store_desc(s, w->unit, w->param)->numel,
+                                   &from);
+            skip = mt_store_plane_bytes(s, w->unit, w->param, (mt_plane)p, from);
+            MT_DO(mt_store_at(s, w->unit, w->param, (mt_plane)p, &at));
+            place = view_of(s, &mt__unit_at(s, w->unit)->plane[MT__HOST][p], at);
+            if (place != NULL)           /* somebody has looked at it here */
+                memcpy((char *)at + skip, place + skip,
+                       mt_store_plane_bytes(s, w->unit, w->param, (mt_plane)p, some));
+        }
     if (mt_share_is_apart(s->share))
         mt__mirror_lacks(s, w->unit, w->planes);         /* before anybody can bring them again */
     mt_ledger_say(s, MT_COUNT_SPREAD, n, 0);

@@ -909,25 +909,6 @@ const mt_home *mt_store_home(const mt_store *s, int unit, void **of)
     return h;
 }
 
-/* All that there is to know of what may be combined. */
-static mt_status may_move(mt_store *s, const mt__unit *u, const mt_home *from, const mt_home *to)
-{
-    mt_plane made;
-
-    if (to->from != from && from->from != to)
-        return MT_FAIL(MT_ESTATE, "unit %s %s; it cannot be one that %s too", u->name, from->lives,
-                       to->lives);
-    if (atomic_load(&u->passing) && ((from->device ^ to->device) >> MT_PLANE_GRAD & 1))
-        return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass; it cannot become one that %s",
-                       u->name, to->lives);
-    MT_WITH(&s->map_mu)
-        made = made_of(u, to->fresh | (u->shared && to->fed ? 1u << MT_PLANE_HI : 0), 1);
-    if (made != MT_PLANE_COUNT)
-        return MT_FAIL(MT_ESTATE, "unit %s has its plane %s in memory already; one that %s goes "
-                       "there before that is asked for", u->name, mt_plane_name(made), to->lives);
-    return MT_OK;
-}
-
 /* Those arenas that are made, and not reserved, are registered. */
 static mt_status register_plane(mt_store *s, const mt__unit *u, mt__plane *pl)
 {
@@ -952,8 +933,20 @@ mt_status mt__home_ready(mt_store *s, int unit, const mt_home *to)
 {
     mt__unit      *u = mt__unit_at(s, unit);
     const mt_home *from = atomic_load(&u->home);
+    mt_plane       made;
 
-    MT_DO(may_move(s, u, from, to));
+    /* All that there is to know of what may be combined. */
+    if (to->from != from && from->from != to)
+        return MT_FAIL(MT_ESTATE, "unit %s %s; it cannot be one that %s too", u->name, from->lives,
+                       to->lives);
+    if (atomic_load(&u->passing) && ((from->device ^ to->device) >> MT_PLANE_GRAD & 1))
+        return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass; it cannot become one that %s",
+                       u->name, to->lives);
+    MT_WITH(&s->map_mu)
+        made = made_of(u, to->fresh | (u->shared && to->fed ? 1u << MT_PLANE_HI : 0), 1);
+    if (made != MT_PLANE_COUNT)
+        return MT_FAIL(MT_ESTATE, "unit %s has its plane %s in memory already; one that %s goes "
+                       "there before that is asked for", u->name, mt_plane_name(made), to->lives);
     for (int p = 0; p < MT_PLANE_COUNT; p++) {
         if (from->device && !to->device && u->plane[MT__HOST][p].at != NULL)
             MT_DO(mt_store_commit(s, unit, (mt_plane)p));

@@ -593,24 +593,6 @@ static mt_status hand_over(mt_stream *s, int64_t i, mt_queue *run)
     return fetch(s, step->slot, step->unit, comes_in_part(s, step->unit), run);
 }
 
-/* The FETCHes up to the next COMPUTE. Slot `keep` was just given out: nobody has a tensor in it
- * yet, so `held` does not protect it, and its compute is not in run. What comes from there on
- * waits for the next acquire. */
-static mt_status look_ahead(mt_stream *s, int keep, mt_queue *run)
-{
-    const mt_schedule *sch = mt__course_schedule(&s->course);
-
-    for (; s->course.at < sch->n; s->course.at++) {
-        const mt_step *step = &sch->steps[s->course.at];
-
-        if (step->kind == MT_COMPUTE || (step->kind == MT_FETCH && step->slot == keep))
-            break;
-        if (step->kind == MT_FETCH)
-            MT_DO(hand_over(s, s->course.at, run));
-    }
-    return MT_OK;
-}
-
 mt_status mt_stream_begin(mt_stream *s)
 {
     int     n_units = mt_stream_numbers(s);
@@ -647,18 +629,19 @@ static mt_status check_fits(const mt_stream *s, int unit)
 /* A window of its own: the cursor moves, copies are asked for, *k is where the unit will be. */
 static mt_status open_window(mt_stream *s, int unit, mt_queue *run, int *k)
 {
-    int64_t from, step;
-    int     planned = -1;
+    const mt_schedule *sch;
+    int64_t            from, step;
+    int                planned;
 
     MT_DO(mt__course_compute(&s->course, unit, &from, &step));
-    if (step >= 0)
-        planned = mt__course_schedule(&s->course)->steps[step].slot;
+    sch = mt__course_schedule(&s->course);
+    planned = step >= 0 ? sch->steps[step].slot : -1;
     /* The FETCHes in [from, step) that are of use from here on. On the schedule these are the ones
      * that the previous window's slot held up; off it, what the slots should hold by now. A slot
      * that has the unit of this step, which the schedule may not know, stays as it is. */
     for (int64_t i = from; i < step && !mt_syncs(s->cx); i++)
         if (mt__course_wants(&s->course, i, step) &&
-            mt__course_schedule(&s->course)->steps[i].slot != holding(s, unit, planned))
+            sch->steps[i].slot != holding(s, unit, planned))
             MT_DO(hand_over(s, i, run));
     if ((*k = holding(s, unit, planned)) < 0) {
         *k = give_way(s, unit);
@@ -666,8 +649,16 @@ static mt_status open_window(mt_stream *s, int unit, mt_queue *run, int *k)
     }
     s->slots[*k].last_use = ++s->tick;
     s->last_unit = unit;
-    if (step >= 0 && !mt_syncs(s->cx))
-        MT_DO(look_ahead(s, *k, run));
+    /* The FETCHes up to the next COMPUTE. Slot k was just given out: nobody has a tensor in it yet, so
+     * `held` does not protect it, and its compute is not in run. What comes from there on waits for
+     * the next acquire. */
+    for (; step >= 0 && !mt_syncs(s->cx) && s->course.at < sch->n; s->course.at++) {
+        const mt_step *next = &sch->steps[s->course.at];
+
+        if (next->kind == MT_COMPUTE || next->slot == *k)
+            break;
+        MT_DO(hand_over(s, s->course.at, run));
+    }
     return MT_OK;
 }
 

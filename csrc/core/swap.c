@@ -136,25 +136,6 @@ static int is_dropped(const bundle *k)
     return k->needed == 0 && k->users == 0;
 }
 
-static void assert_bundle(const mt_swap *w, const bundle *k)
-{
-    int needs = k->tier == MT_SWAP_HOST || k->at == FILLING || k->at == READING ||
-                (k->at == WRITING && !mt_skips(w->cx, MT_EDGE_WRITTEN));
-
-    MT_ASSERT(k->w == w && (k->bay == NULL || k->bay->holds == k) && k->number <= w->bundles);
-    MT_ASSERT(k->bay != NULL || !needs || k->needed == 0);
-    MT_ASSERT(k->st == MT_OK || k->at == UNREAD || k->at == LOST);
-    MT_ASSERT(!is_dropped(k) || is_under_way(k));
-    MT_ASSERT(k->older == NULL || (k->older->newer == k && k->older->number < k->number));
-}
-
-static void assert_bay(const bay *b)
-{
-    MT_ASSERT(b->holds == NULL || b->holds->bay == b);
-    MT_ASSERT(b->fills.n == 0 || (b->fills.n == 1 && b->holds != NULL && b->holds->at == FILLING));
-    MT_ASSERT(b->lands.n >= 0 && b->lands.n <= 2 && (b->lands.n > 0 || !b->lands.node.listed));
-}
-
 /* At each door: bytes, bays and requests are counted once. */
 static void assert_state(const mt_swap *w)
 {
@@ -166,13 +147,24 @@ static void assert_state(const mt_swap *w)
     MT_ASSERT(mt_holds(&w->mu));
     for (int tier = 0; tier < 2; tier++)
         for (const bay *b = w->bays[tier]; b != NULL; b = b->next) {
-            assert_bay(b);
+            MT_ASSERT(b->holds == NULL || b->holds->bay == b);
+            MT_ASSERT(b->fills.n == 0 ||
+                      (b->fills.n == 1 && b->holds != NULL && b->holds->at == FILLING));
+            MT_ASSERT(b->lands.n >= 0 && b->lands.n <= 2 &&
+                      (b->lands.n > 0 || !b->lands.node.listed));
             bytes[tier] += b->arena.bytes;
             used += tier == MT_SWAP_HOST && b->holds != NULL ? b->arena.bytes : 0;
             made += tier == MT_SWAP_FILE;
         }
     for (const bundle *k = w->newest; k != NULL; k = k->older) {
-        assert_bundle(w, k);
+        int needs = k->tier == MT_SWAP_HOST || k->at == FILLING || k->at == READING ||
+                    (k->at == WRITING && !mt_skips(w->cx, MT_EDGE_WRITTEN));
+
+        MT_ASSERT(k->w == w && (k->bay == NULL || k->bay->holds == k) && k->number <= w->bundles);
+        MT_ASSERT(k->bay != NULL || !needs || k->needed == 0);
+        MT_ASSERT(k->st == MT_OK || k->at == UNREAD || k->at == LOST);
+        MT_ASSERT(!is_dropped(k) || is_under_way(k));
+        MT_ASSERT(k->older == NULL || (k->older->newer == k && k->older->number < k->number));
         requests += k->at == WRITING || k->at == READING;
     }
     MT_ASSERT(made == w->made_bays && made <= w->n_bays && requests == w->requests);

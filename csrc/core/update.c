@@ -166,47 +166,6 @@ static mt_status uncounted(const mt_updater *u, const job *b)
 
 /* ---- with other ranks --------------------------------------------------------------------- */
 
-/* This rank's chunks of parameter i of a job, whose gradients are whole: their sums go to the
- * board. */
-static mt_status measure(mt_updater *u, const job *b, int i)
-{
-    int           use = 0;
-    int64_t       n;
-    double       *to = mt_store_sums(u->store, b->up->j.unit, b->up->j.params[i], 1, &n);
-    const double *sums;
-
-    if (to == NULL)
-        return MT_OK;
-    if (b->up->j.sumsq != NULL)
-        (void)b->up->j.sumsq(b->up->j.arg, u->pool, i, to, &use);
-    if (use)
-        return MT_OK;
-    if (!b->counted[i])
-        return uncounted(u, b);
-    sums = mt_offload_chunks(u->grads, b->up->j.unit, b->up->j.params[i], &n);
-    memcpy(to, sums, (size_t)n * sizeof *to);
-    return MT_OK;
-}
-
-/* Of what a submit asks, in whatever order of units. */
-static void alike_of(const work *w, uint64_t hash[MT_ALIKES])
-{
-    double max_norm = w->max_norm > 0 ? w->max_norm : 0;
-
-    memset(hash, 0, MT_ALIKES * sizeof *hash);
-    memcpy(&hash[MT_ALIKE_NORM], &max_norm, sizeof max_norm);
-    for (int i = 0; i < w->n; i++) {
-        const mt_update_job *j = &w->jobs[i].up->j;
-        uint64_t             params = mt_alike_mix(1, (uint64_t)j->unit);
-
-        for (int k = 0; k < j->n_params; k++)
-            params = mt_alike_mix(params, (uint64_t)j->params[k]);
-        hash[MT_ALIKE_PARAMS] += params;
-        if (j->alike != NULL)
-            j->alike(j->arg, hash);
-    }
-}
-
 /* What differs: some bits of each hash, in the place of CLEAR, to which nobody comes any more. */
 static mt_status name_differences(mt_updater *u, const work *w, const uint64_t hash[MT_ALIKES])
 {
@@ -239,19 +198,39 @@ static mt_status name_differences(mt_updater *u, const work *w, const uint64_t h
  * are not measured before all ranks are through with these. */
 static mt_status measure_all(mt_updater *u, const work *w)
 {
-    uint64_t hash[MT_ALIKES], sum = 0;
+    double   max_norm = w->max_norm > 0 ? w->max_norm : 0;
+    uint64_t hash[MT_ALIKES] = { 0 }, sum = 0;   /* of what is asked, in whatever order of units */
+    int64_t  n;
     mt_span  span;
 
     mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, -1, NULL);
+    memcpy(&hash[MT_ALIKE_NORM], &max_norm, sizeof max_norm);
     for (int i = 0; i < w->n; i++) {
-        const job *b = &w->jobs[i];
+        const job           *b = &w->jobs[i];
+        const mt_update_job *j = &b->up->j;
+        uint64_t             params = mt_alike_mix(1, (uint64_t)j->unit);
 
-        MT_DO(mt_ledger_wait_grads(u->store, b->up->j.unit));
-        for (int k = 0; k < b->up->j.n_params; k++)
-            MT_DO(measure(u, b, k));
-        mt_store_summed(u->store, b->up->j.unit);
+        MT_DO(mt_ledger_wait_grads(u->store, j->unit));
+        for (int k = 0; k < j->n_params; k++) {      /* sums of this rank's chunks: to the board */
+            double *to = mt_store_sums(u->store, j->unit, j->params[k], 1, &n);
+            int     use = to == NULL;
+
+            if (!use && j->sumsq != NULL)
+                (void)j->sumsq(j->arg, u->pool, k, to, &use);
+            if (!use && !b->counted[k])
+                return uncounted(u, b);
+            if (!use) {
+                const double *sums = mt_offload_chunks(u->grads, j->unit, j->params[k], &n);
+
+                memcpy(to, sums, (size_t)n * sizeof *to);
+            }
+            params = mt_alike_mix(params, (uint64_t)j->params[k]);
+        }
+        hash[MT_ALIKE_PARAMS] += params;
+        if (j->alike != NULL)
+            j->alike(j->arg, hash);
+        mt_store_summed(u->store, j->unit);
     }
-    alike_of(w, hash);
     for (int k = 0; k < MT_ALIKES; k++)
         sum = mt_alike_mix(sum, hash[k]);
     mt_ledger_say(u->store, MT_COUNT_MEASURED, w->ticket, sum);
@@ -262,7 +241,6 @@ static mt_status measure_all(mt_updater *u, const work *w)
     for (int i = 0; i < w->n; i++)
         for (int k = 0; k < w->jobs[i].up->j.n_params; k++) {
             const job    *b = &w->jobs[i];
-            int64_t       n;
             const double *sums = mt_store_sums(u->store, b->up->j.unit, b->up->j.params[k], 0, &n);
 
             b->sums[k] = sums != NULL ? mt_offload_fold(u->grads, sums, n) : 0.0;

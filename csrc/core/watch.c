@@ -252,26 +252,12 @@ static double limits_s(mt_watch *w, int n)
     return (double)limit_of(w) * n / 1e9;
 }
 
-static void warn(mt_watch *w)
-{
-    char list[768], text[1280];
-
-    if (w->say == NULL)
-        return;
-    mt_watch_tell(w, list, sizeof list);
-    snprintf(text, sizeof text,
-             "nothing has moved in %g s, and compute has work: one window that takes so long, a "
-             "kernel that never ends, or a copy that compute waits for. What waits ends with an "
-             "error after %g s. Longest first: %s",
-             limits_s(w, 1), limits_s(w, SPARED), list);
-    w->say(text);
-}
-
 /* A window may take longer than the limit, and nothing tells it from one that hangs:
  * so its limit is another. */
 static int is_spared(mt_watch *w, const mt_post *p)
 {
-    int spared = 0, goes_on = 1;
+    int  spared = 0, goes_on = 1;
+    char list[768], text[1280];
 
     if (!computes(w))
         return 0;
@@ -284,8 +270,14 @@ static int is_spared(mt_watch *w, const mt_post *p)
         }
     }
     mt_unlock(&w->mu);
-    if (spared == 1)
-        warn(w);
+    if (spared == 1 && w->say != NULL) {
+        mt_watch_tell(w, list, sizeof list);
+        snprintf(text, sizeof text,
+                 "nothing has moved in %g s, and compute has work: one window that takes so long, a "
+                 "kernel that never ends, or a copy that compute waits for. What waits ends with an "
+                 "error after %g s. Longest first: %s", limits_s(w, 1), limits_s(w, SPARED), list);
+        w->say(text);
+    }
     return goes_on;
 }
 
