@@ -42,29 +42,12 @@ static int begins_like(const mt__course *c, const mt__kept *k)
 
 /* ---- choosing a schedule ---------------------------------------------------------------- */
 
-static mt_status build(mt__course *c, const size_t *unit_bytes, int n_units,
-                       const size_t *slot_bytes, int n_slots)
-{
-    int          at = 0;
-    mt_schedule *sch;
-
-    for (int i = 1; i < MT__COURSE_KEPT; i++)    /* the oldest gives way */
-        if (c->kept[i].begun < c->kept[at].begun)
-            at = i;
-    MT_DO(mt_schedule_build(c->trace, c->n_trace, unit_bytes, n_units, slot_bytes, n_slots, &sch));
-    kept_close(&c->kept[at]);
-    c->kept[at] = (mt__kept){ .trace = MT_KEEP(c->trace), .n_trace = c->n_trace, .sch = sch };
-    c->room = 0;                         /* the next trace has memory of its own */
-    c->cur = at;
-    c->rebuilds++;
-    return MT_OK;
-}
-
 mt_status mt__course_begin(mt__course *c, const size_t *unit_bytes, int n_units,
                            const size_t *slot_bytes, int n_slots)
 {
-    int       fits = c->n_trace == 0 || c->n_trace == MT__COURSE_MARKS;
-    mt_status st = MT_OK;
+    int          fits = c->n_trace == 0 || c->n_trace == MT__COURSE_MARKS, at = 0;
+    mt_schedule *sch;
+    mt_status    st = MT_OK;
 
     /* A forward that was not followed by its backward is the beginning of what the schedule in
      * force was built from: that schedule stays. A trace met before gets its own back. */
@@ -74,8 +57,17 @@ mt_status mt__course_begin(mt__course *c, const size_t *unit_bytes, int n_units,
             c->cur = i;
             fits = 1;
         }
-    if (!fits)
-        st = build(c, unit_bytes, n_units, slot_bytes, n_slots);
+    for (int i = 1; i < MT__COURSE_KEPT; i++)    /* the oldest gives way */
+        if (c->kept[i].begun < c->kept[at].begun)
+            at = i;
+    if (!fits && (st = mt_schedule_build(c->trace, c->n_trace, unit_bytes, n_units, slot_bytes,
+                                         n_slots, &sch)) == MT_OK) {
+        kept_close(&c->kept[at]);
+        c->kept[at] = (mt__kept){ .trace = MT_KEEP(c->trace), .n_trace = c->n_trace, .sch = sch };
+        c->room = 0;                     /* the next trace has memory of its own */
+        c->cur = at;
+        c->rebuilds++;
+    }
     c->begins++;
     if (c->cur >= 0)
         c->kept[c->cur].begun = c->begins;

@@ -525,26 +525,6 @@ static mt_status update_pieces(mt_disk *d, const mt_layout *l, const mt_update *
     return st;
 }
 
-/* Parameters that came after the unit's layout was made have all states in memory. Where there is
- * nothing else the first one's record has the unit's bytes. */
-static mt_status update_late(mt_disk *d, const mt_layout *l, const mt_update *b)
-{
-    uint64_t  bytes = last_wanted(l, &b->j) < 0 ? b->j.bytes : 0;
-    mt_status st = MT_OK;
-
-    for (int i = 0; i < b->j.n_params && st == MT_OK; i++) {
-        int     p = b->j.params[i];
-        mt_part own = { .param = p };
-
-        own.n = mt_store_owned(d->store, b->j.unit, p, &own.from);
-        if (l->planes[p] != 0 || own.n == 0)
-            continue;
-        st = compute(d, b, &own, 1, bytes);
-        bytes = 0;
-    }
-    return st;
-}
-
 /* Behind the door. Its layout, its place in the order, and then FED. */
 static mt_status begin_update(mt_disk *d, const mt_update_job *j, mt_layout **l)
 {
@@ -576,6 +556,7 @@ static mt_status update(mt_disk *d, const mt_update *b)
 {
     mt_part   *parts MT_FREED = NULL;
     mt_layout *l;
+    uint64_t   bytes;
     mt_status  st;
 
     MT_DO(mt_ledger_check(d->store));
@@ -587,7 +568,19 @@ static mt_status update(mt_disk *d, const mt_update *b)
     MT_DO(st);
     MT_DO(MT_MAKE(parts, l->cut->most, mt_store_name(d->store, b->j.unit)));
     MT_DO(update_pieces(d, l, b, parts));
-    return update_late(d, l, b);
+    /* Parameters that came after the unit's layout was made have all states in memory. Where there is
+     * nothing else the first one's record has the unit's bytes. */
+    bytes = last_wanted(l, &b->j) < 0 ? b->j.bytes : 0;
+    for (int i = 0; i < b->j.n_params; i++) {
+        mt_part own = { .param = b->j.params[i] };
+
+        own.n = mt_store_owned(d->store, b->j.unit, own.param, &own.from);
+        if (l->planes[own.param] != 0 || own.n == 0)
+            continue;
+        MT_DO(compute(d, b, &own, 1, bytes));
+        bytes = 0;
+    }
+    return MT_OK;
 }
 
 static mt_status carry_out(void *arg, mt_job *node)

@@ -8,24 +8,6 @@
 
 /* ---- made ------------------------------------------------------------------------------- */
 
-/* Planes in which the parameter has something. */
-static mt_status planes_of(mt_store *s, int unit, int param, int made, unsigned *out)
-{
-    const mt_param_desc *desc = mt_store_desc(s, unit, param);
-    unsigned             away = mt_store_home(s, unit, NULL)->away;
-
-    for (int p = 0; p < MT_PLANE_COUNT && desc->numel > 0; p++) {
-        int in = mt_store_trainable(s, unit, param) || p == MT_PLANE_HI;
-
-        if (!(away >> p & 1) || mt_store_plane_bytes(s, unit, param, (mt_plane)p, 1) == 0)
-            continue;
-        if (made)
-            MT_DO(mt_store_in_arena(s, unit, param, (mt_plane)p, &in));
-        *out |= in ? 1u << p : 0;
-    }
-    return MT_OK;
-}
-
 mt_status mt_layout_make(mt_store *s, int unit, size_t bytes, int made, mt_layout **out)
 {
     int         params = mt_store_params(s, unit);
@@ -37,7 +19,16 @@ mt_status mt_layout_make(mt_store *s, int unit, size_t bytes, int made, mt_layou
     *l = (mt_layout){ .store = s, .unit = unit };
     MT_DO(MT_MAKE(l->planes, params, name));
     for (int i = 0; i < params; i++)
-        MT_DO(planes_of(s, unit, i, made, &l->planes[i]));
+        for (int p = 0; p < MT_PLANE_COUNT && mt_store_desc(s, unit, i)->numel > 0; p++) {
+            int in = mt_store_trainable(s, unit, i) || p == MT_PLANE_HI;
+
+            if (!(mt_store_home(s, unit, NULL)->away >> p & 1) ||
+                mt_store_plane_bytes(s, unit, i, (mt_plane)p, 1) == 0)
+                continue;
+            if (made)
+                MT_DO(mt_store_in_arena(s, unit, i, (mt_plane)p, &in));
+            l->planes[i] |= in ? 1u << p : 0;
+        }
     MT_DO(mt_pieces_cut(s, unit, &(mt_cut){ l->planes, bytes, MT_BLOCK_ALIGN, MT_LAYOUT_GRAIN, 0,
                                            mt_store_align(s, unit) }, &l->cut));
     MT_DO(MT_MAKE(l->pieces, l->cut->n, name));

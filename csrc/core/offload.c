@@ -126,41 +126,34 @@ static int is_staged(const parcel *p)
     return p->item.mode == MT_GRAD_ADD && !p->settled;
 }
 
-static void add_up(mt_offload *o, const ticket *t)
-{
-    uint64_t added = 0;
-    mt_span  span = { 0 };
-
-    if (t->adds > 0)
-        mt_timeline_begin(o->timeline, &span, MT_LANE_SUM, MT_WORK_ADD, t->unit, NULL);
-    for (int i = 0; i < t->n; i++) {
-        const parcel *p = &t->parcels[i];
-
-        if (!is_staged(p) || p->n == 0)
-            continue;
-        if (p->changed != NULL)
-            memcpy(p->grad, p->changed, p->bytes);
-        o->kernels.accumulate(o->pool, p->dt, p->acc, p->grad, p->staged, p->n,
-                              p->from_grad, p->sum, p->chunks);
-        added += p->bytes;
-    }
-    mt_timeline_end(o->timeline, &span, added, NULL);
-}
-
 static mt_status collect(void *arg, mt_job *node)
 {
     mt_offload *o = arg;
     ticket     *t = (ticket *)(void *)node;
+    uint64_t    added = 0;
+    mt_span     span = { 0 };
     mt_status   st;
 
     assert_state(o);
     mt_unlock(&o->mu);
     st = mt_watch_sync(mt_store_watch(o->store), t->landed, mt_store_name(o->store, t->unit),
                        "its gradients' copies (the event LANDED)");
-    if (st == MT_OK)
-        add_up(o, t);
-    else
+    if (st != MT_OK)
         mt_ledger_fault(o->store, st, mt_last_error());
+    if (st == MT_OK && t->adds > 0)
+        mt_timeline_begin(o->timeline, &span, MT_LANE_SUM, MT_WORK_ADD, t->unit, NULL);
+    for (int i = 0; i < t->n && st == MT_OK; i++) {
+        const parcel *p = &t->parcels[i];
+
+        if (!is_staged(p) || p->n == 0)
+            continue;
+        if (p->changed != NULL)
+            memcpy(p->grad, p->changed, p->bytes);
+        o->kernels.accumulate(o->pool, p->dt, p->acc, p->grad, p->staged, p->n, p->from_grad,
+                              p->sum, p->chunks);
+        added += p->bytes;
+    }
+    mt_timeline_end(o->timeline, &span, added, NULL);
     for (int i = 0; i < t->n; i++)       /* users see what has come, not what they made of others */
         mt_store_view_drop(o->store, t->unit, t->params[i], MT_PLANE_GRAD);
     mt_ledger_grads_end(o->store, t->unit);
@@ -483,22 +476,6 @@ static void give_up(mt_offload *o, const ticket *t, tally *y)
     (void)mt_fail_again(MT_EDEVICE, text);
 }
 
-/* Host waits, before anything is changed. */
-static mt_status wait_turn(mt_offload *o, int unit, const mt_grad_item *items, int n, tally *y)
-{
-    int sets = 0;
-
-    /* An update reads the plane that the copies will overwrite. */
-    MT_DO(mt_ledger_wait_stepped(o->store, unit));
-    for (int i = 0; i < n; i++)
-        sets += items[i].mode != MT_GRAD_ADD;
-    if (sets > 0 && MT_LOCKED(&o->mu, y->adds) > 0)
-        MT_DO(mt_ledger_wait_grads(o->store, unit));
-    if (o->collector.submitted + 1 > AHEAD)
-        MT_DO(wait_room(o, o->collector.submitted + 1 - AHEAD));
-    return MT_OK;
-}
-
 mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int n,
                          mt_queue *run, uint64_t *number)
 {
@@ -506,6 +483,7 @@ mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int
     ticket      *t = ticket_at(o, next);
     tally       *y;
     staging     *g = NULL;
+    int          sets = 0;
     mt_watch_ask ask;
     mt_status    st;
 
@@ -513,7 +491,15 @@ mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int
         return MT_FAIL(MT_EINVAL, "offload: %d gradients of unit %d; the store has %d units",
                        n, unit, mt_store_units(o->store));
     MT_DO(tally_of(o, unit, &y));
-    MT_DO(wait_turn(o, unit, items, n, y));
+    /* Waits of the host, before anything is changed. An update reads the plane that the copies will
+     * overwrite. */
+    MT_DO(mt_ledger_wait_stepped(o->store, unit));
+    for (int i = 0; i < n; i++)
+        sets += items[i].mode != MT_GRAD_ADD;
+    if (sets > 0 && MT_LOCKED(&o->mu, y->adds) > 0)
+        MT_DO(mt_ledger_wait_grads(o->store, unit));
+    if (next > AHEAD)
+        MT_DO(wait_room(o, next - AHEAD));
     if (mt_store_passes(o->store, unit)) {
         MT_DO(mt_store_lend(o->store, unit, o->timeline));
         /* No more units have gradients that pass on the device than have a buffer for them. */

@@ -139,20 +139,6 @@ mt_status mt_share_make(int *fd)
     return MT_OK;
 }
 
-/* A description of its own, whose lock is its own. */
-static mt_status open_file(mt_share *h, int fd)
-{
-    char        path[64];
-    struct stat is;
-
-    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
-    if ((h->fd = mt_forks_open(path, O_RDWR | O_CLOEXEC, 0)) < 0)
-        return MT_FAIL(MT_EINVAL, "shared memory: descriptor %d: %s", fd, strerror(errno));
-    if (fstat(h->fd, &is) != 0 || (uint64_t)is.st_size != SHARE_BYTES)
-        return MT_FAIL(MT_EINVAL, "shared memory: descriptor %d is of another file", fd);
-    return MT_OK;
-}
-
 /* The byte of the file whose lock says that the rank lives. */
 static struct flock byte_of(int rank)
 {
@@ -187,7 +173,9 @@ mt_status mt_share_open(int fd, int rank, int ranks, mt_share **out)
 {
     size_t    counters = (size_t)(MT_COUNTS - 1 - MT_UNIT_COUNTS + ranks) * (size_t)ranks;
     mt_share *h MT_CLOSED(mt_share_close) = NULL;
-    void     *map;
+    char        path[64];
+    struct stat is;
+    void       *map;
 
     if (rank < 0 || rank >= ranks || ranks > MT_RANKS_MOST)
         return MT_FAIL(MT_EINVAL, "shared memory: there is no rank %d of %d; there may be 1 to %d, "
@@ -195,7 +183,12 @@ mt_status mt_share_open(int fd, int rank, int ranks, mt_share **out)
     MT_DO(MT_MAKE(h, 1, "shared memory"));
     *h = (mt_share){ .fd = -1, .rank = rank, .ranks = ranks,
                      .head_bytes = sizeof(head) + counters * 2 * sizeof(uint64_t) };
-    MT_DO(open_file(h, fd));
+    /* A description of its own, whose lock is its own. */
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    if ((h->fd = mt_forks_open(path, O_RDWR | O_CLOEXEC, 0)) < 0)
+        return MT_FAIL(MT_EINVAL, "shared memory: descriptor %d: %s", fd, strerror(errno));
+    if (fstat(h->fd, &is) != 0 || (uint64_t)is.st_size != SHARE_BYTES)
+        return MT_FAIL(MT_EINVAL, "shared memory: descriptor %d is of another file", fd);
     MT_DO(mt_share_room(h, h->head_bytes, "ranks", &map));
     h->head = map;
     h->board = (mt_board){ .share = h, .unit = -1, .words = (_Atomic uint64_t *)(h->head + 1) };

@@ -225,40 +225,31 @@ static int64_t chunks_of(mt_dtype dt, int64_t n)
     return mt_plane_bytes(MT_PLANE_GRAD, dt, MT_STATES_FP32, n) > 0 ? mt_grains(n) : 0;
 }
 
-/* In a share: a unit's board, then its ranges (share.h, (5)). */
-static mt_status share_unit(mt_store *s, mt__unit *u)
-{
-    uint64_t hash = mix(mix(0xcbf29ce484222325u, &u->number, sizeof u->number), u->name,
-                        strlen(u->name));
-    size_t   chunks = 0, bytes, *offset;
-
-    for (int i = 0; i < u->shape.n; i++) {
-        int64_t what[2] = { u->shape.desc[i].dtype, u->shape.desc[i].numel };
-
-        hash = mix(hash, what, sizeof what);
-        u->chunk[i] = chunks;
-        chunks += (size_t)chunks_of(u->shape.desc[i].dtype, what[1]);
-    }
-    MT_DO(mt_board_open(s->share, u->name, u->number, hash, chunks, &u->board));
-    for (int p = 0; p < MT_PLANE_COUNT; p++) {
-        MT_DO(mt__lay_out(u, MT__HOST, (mt_plane)p, &offset, &bytes));
-        free(offset);
-        MT_DO(mt_share_take(s->share, bytes, &u->range[p]));
-    }
-    return MT_OK;
-}
-
 /* Under map_mu. n_units grows last, so whoever sees the number sees the unit. */
 static mt_status publish(mt_store *s, mt__unit *u)
 {
     int        i = u->number = atomic_load(&s->n_units);
     mt__unit ***seg = &s->seg[i / MT__SEG_UNITS];   /* only looked at when i is in range */
+    uint64_t   hash = mix(mix(0xcbf29ce484222325u, &i, sizeof i), u->name, strlen(u->name));
+    size_t     chunks = 0, bytes, *offset;
 
     if (i >= MT__SEGS * MT__SEG_UNITS)
         return MT_FAIL(MT_EINVAL, "unit %s: a store holds at most %d units; stream larger ones",
                        u->name, MT__SEGS * MT__SEG_UNITS);
-    if (s->share != NULL)
-        MT_DO(share_unit(s, u));
+    for (int k = 0; k < u->shape.n && u->shared; k++) {
+        int64_t what[2] = { u->shape.desc[k].dtype, u->shape.desc[k].numel };
+
+        hash = mix(hash, what, sizeof what);
+        u->chunk[k] = chunks;
+        chunks += (size_t)chunks_of(u->shape.desc[k].dtype, what[1]);
+    }
+    if (u->shared)                       /* its board, then its ranges: share.h, (5) */
+        MT_DO(mt_board_open(s->share, u->name, i, hash, chunks, &u->board));
+    for (int p = 0; p < MT_PLANE_COUNT && u->shared; p++) {
+        MT_DO(mt__lay_out(u, MT__HOST, (mt_plane)p, &offset, &bytes));
+        free(offset);
+        MT_DO(mt_share_take(s->share, bytes, &u->range[p]));
+    }
     if (*seg == NULL)
         MT_DO(MT_MAKE(*seg, MT__SEG_UNITS, u->name));
     (*seg)[i % MT__SEG_UNITS] = u;

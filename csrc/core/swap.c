@@ -207,24 +207,6 @@ static void join(bay *b, bundle *k)
         k->w->stats.used_bytes += b->arena.bytes;
 }
 
-/* The smallest free bay that holds `bytes`; else *largest is the largest free one, NULL if none
- * is. Nothing at all is held by bays without memory. */
-static bay *fitting(const mt_swap *w, size_t bytes, bay **largest)
-{
-    bay *best = NULL;
-
-    *largest = NULL;
-    for (bay *b = w->bays[MT_SWAP_HOST]; b != NULL; b = b->next) {
-        if (b->holds != NULL || (bytes == 0 && b->arena.bytes > 0))
-            continue;
-        if (b->arena.bytes >= bytes && (best == NULL || b->arena.bytes < best->arena.bytes))
-            best = b;
-        if (*largest == NULL || b->arena.bytes > (*largest)->arena.bytes)
-            *largest = b;
-    }
-    return best;
-}
-
 /* Other memory for a bay that may go. Lets go of mu meanwhile: memory is slow to come, and the
  * file's threads go on. The bay and its events stay: somebody may be about to wait for them. */
 static mt_status enlarge(mt_swap *w, bay *b, size_t *all, size_t bytes)
@@ -263,13 +245,24 @@ fail:
     return st;
 }
 
-/* A bay of the tier HOST for a bundle, under mu, by who has the turn. Where no free one holds so
- * many bytes, the largest of them is enlarged; its copies must be over before its memory goes. */
+/* A bay of the tier HOST for a bundle, under mu, by who has the turn: the smallest free one that
+ * holds it. Where none does, the largest of them is enlarged; its copies must be over before its
+ * memory goes. */
 static mt_status host_bay(mt_swap *w, bundle *k)
 {
-    bay      *largest, *b = fitting(w, k->whole, &largest);
+    bay      *largest = NULL, *b = NULL;
     mt_status st;
 
+    for (bay *i = w->bays[MT_SWAP_HOST]; i != NULL; i = i->next) {
+        size_t bytes = i->arena.bytes;
+
+        if (i->holds != NULL || (k->whole == 0 && bytes > 0))
+            continue;                    /* nothing at all is held by bays without memory */
+        if (bytes >= k->whole && (b == NULL || bytes < b->arena.bytes))
+            b = i;
+        if (largest == NULL || bytes > largest->arena.bytes)
+            largest = i;
+    }
     if (b == NULL && (b = largest) == NULL)
         MT_DO(one_more(w, MT_SWAP_HOST, &b));
     if (b->arena.base == NULL || b->arena.bytes < k->whole) {
