@@ -125,7 +125,7 @@ static mt_status map_reserved(mt_arena *a, size_t bytes, int flags, const mt_ran
         made.n_alone = whole;
         mt_forks_private(made.base, whole);
         if (!own)
-            (void)mt_numa_spread(made.base, whole);     /* these two are wishes: else just slower */
+            (void)mt_numa_place(made.base, whole, 0);   /* these two are wishes: else just slower */
         if (huge)
             (void)madvise(made.base, whole, MADV_HUGEPAGE);
     }
@@ -162,7 +162,7 @@ void mt_arena_keep(mt_arena *a, size_t from, size_t bytes)
     a->alone = begin;
     a->n_alone = end > begin ? end - begin : 0;
     if (a->shared && a->n_alone > 0 && a->kept < a->bytes)      /* the rest is others' */
-        (void)mt_numa_local((char *)a->base + a->alone, a->n_alone);
+        (void)mt_numa_place((char *)a->base + a->alone, a->n_alone, 1);
 }
 
 /* The first byte that is, or would be, committed. */

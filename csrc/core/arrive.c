@@ -54,8 +54,9 @@ mt_status mt_arrive_invite(mt_resident *r, int unit)
         MT_DO(r->dev->ops->event_open(r->dev, &r->all_left));
     if (r->guests == NULL)
         MT_DO(r->dev->ops->queue_open(r->dev, "guests", &r->guests));
-    MT_TRY(r->dev->ops->event_open(r->dev, &h->last));       /* before another rank may ask for its */
-    MT_TRY(r->dev->ops->event_open(r->dev, &h->vacant));     /* states */
+    /* Before another rank may ask for its states. */
+    MT_TRY(r->dev->ops->event_open(r->dev, &h->last));
+    MT_TRY(r->dev->ops->event_open(r->dev, &h->vacant));
     MT_TRY(mt_store_move(r->store, unit, &mt_home_arrive, r));
     return MT_OK;
 fail:

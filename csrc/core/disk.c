@@ -568,8 +568,8 @@ static mt_status update(mt_disk *d, const mt_update *b)
     MT_DO(st);
     MT_DO(MT_MAKE(parts, l->cut->most, mt_store_name(d->store, b->j.unit)));
     MT_DO(update_pieces(d, l, b, parts));
-    /* Parameters that came after the unit's layout was made have all states in memory. Where there is
-     * nothing else the first one's record has the unit's bytes. */
+    /* Parameters that came after the unit's layout was made have all states in memory. Where there
+     * is nothing else the first one's record has the unit's bytes. */
     bytes = last_wanted(l, &b->j) < 0 ? b->j.bytes : 0;
     for (int i = 0; i < b->j.n_params; i++) {
         mt_part own = { .param = b->j.params[i] };

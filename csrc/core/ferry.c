@@ -164,7 +164,7 @@ void mt__ferry_close(mt_resident *r)
     memset(f, 0, sizeof *f);
 }
 
-mt_status mt__ferry_drain(mt_resident *r)
+mt_status mt_resident_raised(mt_resident *r)
 {
     mt_watch         *watch = mt_store_watch(r->store);
     struct mt__ferry *f = &r->ferry;

@@ -123,7 +123,7 @@ void mt_layout_tell(const mt_layout *l, int piece, const mt_request *r)
 
     if (r->st == MT_OK)
         return;
-    /* What lies in the block that begins there: the first and the last. A block is of one section. */
+    /* What lies in the block that begins there: the first and the last; it is of one section. */
     end += offset >= states->from ? states->bytes : 0;
     first = found_at(l, piece, offset, &from);
     last = found_at(l, piece, (end - offset < MT_BLOCK_BYTES ? end : offset + MT_BLOCK_BYTES) - 1,
@@ -131,8 +131,8 @@ void mt_layout_tell(const mt_layout *l, int piece, const mt_request *r)
     if (first != last || from != to)
         snprintf(until, sizeof until, " to plane %s of parameter %d", mt_plane_name(to),
                  last->param);
-    (void)MT_FAIL(r->st, "unit %s, %splane %s of parameter %d%s: %s; the run cannot go on: make the "
-                  "model again, stream it, and load the last checkpoint",
+    (void)MT_FAIL(r->st, "unit %s, %splane %s of parameter %d%s: %s; the run cannot go on: make "
+                  "the model again, stream it, and load the last checkpoint",
                   mt_store_name(l->store, l->unit), until[0] != '\0' ? "from " : "",
                   mt_plane_name(from), first->param, until, r->text);
     mt_ledger_fault(l->store, r->st, mt_last_error());

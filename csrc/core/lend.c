@@ -92,15 +92,15 @@ static mt_status try_to_lend(mt_store *s, mt__unit *u, size_t *offset, size_t by
                              uint64_t *number)
 {
     mt__plane *pl = plane_of(u);
-    int        k = -1, n = 0, side = side_of(u);     /* n: there are so many of that size on that side */
+    int        k = -1, side = side_of(u), n = 0;     /* n: of that size, on that side */
     mt_status  st = MT_OK;
 
     *holder = -1;
     mt_lock(&pl->making);
     mt_lock(&s->map_mu);
     assert_lent(s);
-    /* A free one, else the one that was lent first. A buffer is at most twice as large as needed: the
-     * embedding's does not serve a layer. */
+    /* A free one, else the one that was lent first. A buffer is at most twice as large as needed:
+     * the embedding's does not serve a layer. */
     for (int i = 0; i < s->n_lent; i++) {
         const struct mt__lent *b = &s->lent[i];
 

@@ -70,8 +70,8 @@ static void tell(mt__unit *u, int param, unsigned planes, mt_mirror_event e)
         MT_ASSERT(next != MT_MIRROR_NEVER);
         /* A plane that has nothing for a parameter's type stays EMPTY. */
         if (next != MT_MIRROR_NEVER && next != *c &&
-            (*c != MT_MIRROR_EMPTY ||
-             mt_plane_bytes((mt_plane)p, d->dtype, (mt_states)atomic_load(&u->states), d->numel) > 0))
+            (*c != MT_MIRROR_EMPTY || mt_plane_bytes((mt_plane)p, d->dtype,
+                                          (mt_states)atomic_load(&u->states), d->numel) > 0))
             *c = next;
     }
     if (e == MT_MIRROR_CHANGED)

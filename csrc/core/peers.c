@@ -64,8 +64,8 @@ static void look_for_end(mt_store *s, int rank)
     if (presence == MT_RANK_HERE || !mt__ledger_awaits(s, rank, awaited, sizeof awaited))
         return;
     note_end(s, gone);
-    /* Who ended is not always to blame: a rank closes its engine, and its process ends, where it has
-     * found another one dead. The first that was gone without a word is named too. */
+    /* Who ended is not always to blame: a rank closes its engine, and its process ends, where it
+     * has found another one dead. The first that was gone without a word is named too. */
     for (int r = 0; r < mt_share_ranks(h); r++)
         if (mt_share_presence(h, r) == MT_RANK_DIED &&
             (first < 0 || mt_share_lost_ns(h, r) < mt_share_lost_ns(h, first)))

@@ -130,28 +130,22 @@ static void read_numbers(const char *root, const char *group, const char *name, 
     (void)fclose(f);
 }
 
-/* v2 has quota and period in one file, v1 in two. */
-static int group_limit(const char *root, const char *group, int v2)
-{
-    long long quota[2], period[2];
-
-    read_numbers(root, group, v2 ? "cpu.max" : "cpu.cfs_quota_us", quota);
-    read_numbers(root, group, "cpu.cfs_period_us", period);
-    period[0] = v2 ? quota[1] : period[0];
-    /* Whole processors in a quota of microseconds per period: a started one counts. 0: no limit. */
-    return quota[0] > 0 && period[0] > 0 ? (int)((quota[0] + period[0] - 1) / period[0]) : 0;
-}
-
 /* The tightest limit from a group up to the root. A container may see its group's path from
  * outside but only the part below it mounted: what does not exist is passed over. */
 static int limit_upwards(const char *root, char *group, int v2)
 {
-    int limit = 0;
+    long long quota[2], period[2];
+    int       limit = 0;
 
     for (;;) {
         char *slash = strrchr(group, '/');
 
-        limit = min_limit(limit, group_limit(root, group, v2));
+        read_numbers(root, group, v2 ? "cpu.max" : "cpu.cfs_quota_us", quota);
+        read_numbers(root, group, "cpu.cfs_period_us", period);
+        period[0] = v2 ? quota[1] : period[0];       /* v2 has both in one file, v1 in two */
+        /* Whole processors in a quota of microseconds per period: a started one counts. */
+        if (quota[0] > 0 && period[0] > 0)
+            limit = min_limit(limit, (int)((quota[0] + period[0] - 1) / period[0]));
         if (slash == NULL)
             return limit;
         *slash = '\0';

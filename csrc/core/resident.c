@@ -317,7 +317,8 @@ mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run)
         MT_DO(wait_done(r, h));
     /* STEPPED: the update, or the fetch, is in the queue; run goes on when it is over. */
     MT_DO(mt_edge(r->cx, MT_EDGE_STEPPED, run, h->done));
-    return r->ferry.open ? MT_LOCKED(&r->mu, mt_edge(r->cx, MT_EDGE_RAISED, run, h->raised)) : MT_OK;
+    return !r->ferry.open ? MT_OK
+           : MT_LOCKED(&r->mu, mt_edge(r->cx, MT_EDGE_RAISED, run, h->raised));
 }
 
 /* Under mu. One parameter's plane, up or down: what is this process's of it. */
@@ -567,7 +568,7 @@ mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads)
         if (mt_store_made(r->store, unit, i, MT_PLANE_ACC, 1))
             mt_mirror_tell(r->store, unit, i, 1u << MT_PLANE_ACC, MT_MIRROR_CHANGED);
     MT_DO(mt_mirror_bring_own(r->store, unit, grads ? ~0u : ~GRAD));
-    MT_DO(mt__ferry_drain(r));
+    MT_DO(mt_resident_raised(r));
     MT_DO(mt_ledger_wait_fetch(r->store, unit));
     MT_DO(wait_done(r, h));
     MT_DO(mt_store_move(r->store, unit, &mt_home_ram, NULL));
@@ -578,11 +579,6 @@ mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads)
     mt_unlock(&r->mu);
     settled_close(r, h);
     return MT_OK;
-}
-
-mt_status mt_resident_raised(mt_resident *r)
-{
-    return mt__ferry_drain(r);
 }
 
 /* ---- looking in ------------------------------------------------------------------------- */

@@ -6,8 +6,8 @@
  *   queue     the residents' own: updates, fetches of weights, planes up and down, in that order.
  *             Host memory mirrors the planes (mirror.h)
  *   guest     a settled unit whose states (MT_STATE_PLANES) live on the host, and are on the device
- *             around its update alone: between the last windows of backward and the first of the next
- *             forward, when few activations live
+ *             around its update alone: between the last windows of backward and the first of the
+ *             next forward, when few activations live
  *   piece     device memory that the caller gives for a stay
  *   stay      from lift, which copies the states up, until leave, which gives the pieces back.
  *             Copies down are put behind each update; until the stay ends the device's states are
@@ -29,7 +29,7 @@
  *     mt_arrive_sizes(r, unit, most, &bytes, &n);         // what pieces a stay takes
  *     mt_arrive_lift(r, unit, most, mem, n, run);         // during backward: returns at once
  *     ... the update, which waits for the copies up and puts those down behind it ...
- *     mt_arrive_leave(r, unit, 0, &left);                 // left: the pieces are the caller's again
+ *     mt_arrive_leave(r, unit, 0, &left);                 // left: the pieces are the caller's
  *
  * Edges (each can be left out: context.h):
  *   STEPPED  run waits for the unit's last update or fetch      recorded on the queue, behind it
@@ -61,8 +61,8 @@
  *            until no rank copies from its slot any more (update.h)
  *
  * Threads: open, settle, unsettle, invite, dismiss, close: one, while no other is inside for that
- *          unit. sizes, lift, leave: one at a time, and not while a submit of the unit is on its way
- *          in. The rest: any.
+ *          unit. sizes, lift, leave: one at a time, and not while a submit of the unit is on its
+ *          way in. The rest: any.
  */
 #ifndef MT_RESIDENT_H
 #define MT_RESIDENT_H
@@ -106,7 +106,7 @@ mt_status mt_resident_parts(mt_resident *r, int unit, const mt_part **parts, int
  * update made them stale. */
 mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run);
 
-/* In a share: waits until what was updated has come from all ranks. Before the share's weights are
+/* In a share: waits until what was updated is down, and has come from all ranks. Before the share's weights are
  * written from outside: with mt_ledger_wait_updates, nothing reads them then. */
 mt_status mt_resident_raised(mt_resident *r);
 
@@ -134,7 +134,8 @@ mt_status mt_arrive_lift(mt_resident *r, int unit, size_t most, void *const *mem
  * waits for that. *left: the pieces are the caller's; also when there was no stay. */
 mt_status mt_arrive_leave(mt_resident *r, int unit, int wait, int *left);
 
-typedef struct mt_resident_stats {           /* since open; bytes: guests' states, and the ferry's too */
+/* Since open; bytes: guests' states, and what the ferry copies, too. */
+typedef struct mt_resident_stats {
     int64_t  fetches;
     uint64_t h2d_bytes, d2h_bytes;
 } mt_resident_stats;

@@ -101,10 +101,10 @@ static void fetch(walk *w, int unit, int slot)
     w->slot_of[unit] = slot;
 }
 
-/* Every fetch that can stand here: of the slots that fit use[need] and hold what is not needed until
- * after it, into the one needed last; of equals, the one idle for longest. It may be the slot of the
- * COMPUTE just passed, and where all units are of one class it is: only there did something change.
- * The copy then waits on the device for that COMPUTE's kernels. */
+/* Every fetch that can stand here: of the slots that fit use[need] and hold what is not needed
+ * until after it, into the one needed last; of equals, the one idle for longest. It may be the slot
+ * of the COMPUTE just passed, and where all units are of one class it is: only there did something
+ * change. The copy then waits on the device for that COMPUTE's kernels. */
 static void prefetch(walk *w)
 {
     for (int best;; fetch(w, w->use[w->need], best)) {

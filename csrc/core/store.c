@@ -562,17 +562,6 @@ static void keep_own(const mt__unit *u, int side, mt_plane p, extent *x)
     }
 }
 
-/* Where a parameter's part of the plane's addresses begins, in a share. */
-static size_t place_of(const mt__unit *u, mt_plane p, int param)
-{
-    size_t at = 0, bytes;
-
-    for (int i = 0; i < param; i++)
-        if (has_room(u, 1, p, &u->shape.desc[i], &bytes))
-            at = round_up(at + bytes, u->align);
-    return at;
-}
-
 /* Host memory: addresses for all of it, pages for what is this process's; of a copy none yet. Under
  * making, also while the pool touches the pages: another thread's first `at` waits for it. No chunk
  * of the pool's asks for addresses, so the pool's turn comes. */
@@ -580,7 +569,7 @@ static mt_status map(mt_store *s, const mt__unit *u, int side, mt_plane p, const
                      mt_arena *out)
 {
     int       copy = x->own ? is_own_copy(u, p, x->first) : is_copy(u, p);
-    size_t    mapped = mt_store_bytes(s, MT_PLANE_COUNT);
+    size_t    mapped = mt_store_bytes(s, MT_PLANE_COUNT), at = 0, bytes;
     mt_dev   *dev = registered(u, atomic_load(&u->home)) >> p & 1 ? s->dev : NULL;
     mt_arena  made = { 0 };
     char      what[256];
@@ -599,8 +588,13 @@ static mt_status map(mt_store *s, const mt__unit *u, int side, mt_plane p, const
             MT_DO(mt_arena_reserve(&made, x->bytes, what, mapped));
         else if (!x->own)
             MT_DO(mt_arena_range(&made, &u->range[p], 0, what, mapped));
-        else
-            mt_arena_part(&made, &u->plane[MT__HOST][p].arena, place_of(u, p, x->first), x->bytes);
+        else {
+            /* Where the parameter's part of the plane's addresses begins: behind those before it. */
+            for (int i = 0; i < x->first; i++)
+                if (has_room(u, 1, p, &u->shape.desc[i], &bytes))
+                    at = round_up(at + bytes, u->align);
+            mt_arena_part(&made, &u->plane[MT__HOST][p].arena, at, x->bytes);
+        }
         mt_arena_keep(&made, x->from, x->kept);
         if (!copy && (st = mt_arena_commit(&made, s->pool, dev)) != MT_OK) {
             mt_arena_close(&made);

@@ -649,9 +649,9 @@ static mt_status open_window(mt_stream *s, int unit, mt_queue *run, int *k)
     }
     s->slots[*k].last_use = ++s->tick;
     s->last_unit = unit;
-    /* The FETCHes up to the next COMPUTE. Slot k was just given out: nobody has a tensor in it yet, so
-     * `held` does not protect it, and its compute is not in run. What comes from there on waits for
-     * the next acquire. */
+    /* The FETCHes up to the next COMPUTE. Slot k was just given out: nobody has a tensor in it yet,
+     * so `held` does not protect it, and its compute is not in run. What comes from there on waits
+     * for the next acquire. */
     for (; step >= 0 && !mt_syncs(s->cx) && s->course.at < sch->n; s->course.at++) {
         const mt_step *next = &sch->steps[s->course.at];
 

@@ -2,8 +2,8 @@
  *
  * A span has an entry from its beginning on, so that ending one cannot find the ring full. An entry
  * is FREE, then OPEN: a span's; then OVER: a record, some of whose stamps no queue may have come by
- * yet; then READ by one who looks whether they have, and FREE again. Who looks holds no lock: that is
- * a call of the device for each, and the queues' threads begin spans meanwhile.
+ * yet; then READ by one who looks whether they have, and FREE again. Who looks holds no lock: that
+ * is a call of the device for each, and the queues' threads begin spans meanwhile.
  */
 #include "timeline.h"
 
@@ -155,8 +155,8 @@ static int mark(const mt_timeline *t, entry *e, int end, mt_queue *q, uint64_t *
            t->dev->ops->stamp(q, e->stamp[end]) == MT_OK;
 }
 
-/* A record that cannot be made is lost. Where a stamp of it is in a queue, which would write the next
- * record's time, its entry stays as it is. */
+/* A record that cannot be made is lost. Where a stamp of it is in a queue, which would write the
+ * next record's time, its entry stays as it is. */
 static void lose(mt_timeline *t, entry *e, int is_put)
 {
     atomic_fetch_add(&t->lost, 1);

@@ -100,8 +100,8 @@ static uint64_t meeting(const mt_turns *t)
     return t->turn >> MEETING;
 }
 
-/* *verdict: the one that counts, -1: it is too early for one. over: whoever has not come is not waited
- * for. */
+/* *verdict: the one that counts, -1: it is too early for one. over: whoever has not come is not
+ * waited for. */
 static mt_status look(mt_turns *t, int over, int *verdict)
 {
     uint64_t          about = mt_share_about(t->share, MT_COUNT_TURN, t->mates[t->me]), other = 0;

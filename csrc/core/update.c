@@ -85,39 +85,14 @@ static void work_free(work *w)
     free(w);
 }
 
-static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *to)
-{
-    const char *name = mt_store_name(u->store, from->unit);
-    size_t      n = (size_t)from->n_params;
-
-    if ((to->up = calloc(1, sizeof *to->up + n * sizeof *to->up->params)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "%s: no memory for its update", name);
-    to->up->j = *from;
-    to->up->j.params = to->up->params;
-    MT_DO(MT_MAKE(to->counted, from->n_params, name));
-    if (u->cx->share != NULL)
-        MT_DO(MT_MAKE(to->sums, from->n_params, name));
-    to->home = mt_store_home(u->store, from->unit, &to->of);
-    if (!to->home->fits(from) || (to->home->update != NULL && to->of == NULL))
-        return MT_FAIL(MT_ESTATE, "unit %s %s, and its job cannot update it there, or nothing is "
-                       "open that could", name, to->home->lives);
-    for (int i = 0; i < from->n_params; i++) {
-        int     p = to->up->params[i] = from->params[i];
-        int64_t first;
-
-        to->counted[i] = (unsigned char)(u->cx->share == NULL
-            ? mt_offload_has(u->grads, from->unit, p, MT_GRAD_COUNTED)
-            : mt_store_owned(u->store, from->unit, p, &first) == 0 ||
-              mt_offload_has(u->grads, from->unit, p, MT_GRAD_CHUNKED));
-    }
-    return MT_OK;
-}
-
 static mt_status work_make(const mt_updater *u, const mt_update_job *jobs, int n, double max_norm,
                            mt_queue *run, work **out)
 {
     const mt_dev_ops *v = u->cx->dev->ops;
-    int               settled = 0;
+    int               settled = 0, params;
+    const char       *name;
+    int64_t           first;
+    job              *to;
     work             *w;
     mt_status         st;
 
@@ -130,8 +105,29 @@ static mt_status work_make(const mt_updater *u, const mt_update_job *jobs, int n
             MT_TRY(MT_FAIL(MT_EINVAL, "update: job %d has %d parameters of unit %d; the store has "
                            "%d units", i, jobs[i].n_params, jobs[i].unit,
                            mt_store_units(u->store)));
-        MT_TRY(job_copy(u, &jobs[i], &w->jobs[i]));
-        settled |= w->jobs[i].home->later != 0;
+        to = &w->jobs[i];
+        params = jobs[i].n_params;
+        name = mt_store_name(u->store, jobs[i].unit);
+        if ((to->up = calloc(1, sizeof *to->up + (size_t)params * sizeof *to->up->params)) == NULL)
+            MT_TRY(MT_FAIL(MT_ENOMEM, "%s: no memory for its update", name));
+        to->up->j = jobs[i];
+        to->up->j.params = to->up->params;
+        MT_TRY(MT_MAKE(to->counted, params, name));
+        if (u->cx->share != NULL)
+            MT_TRY(MT_MAKE(to->sums, params, name));
+        to->home = mt_store_home(u->store, jobs[i].unit, &to->of);
+        if (!to->home->fits(&jobs[i]) || (to->home->update != NULL && to->of == NULL))
+            MT_TRY(MT_FAIL(MT_ESTATE, "unit %s %s, and its job cannot update it there, or nothing "
+                           "is open that could", name, to->home->lives));
+        for (int k = 0; k < params; k++) {
+            int p = to->up->params[k] = jobs[i].params[k];
+
+            to->counted[k] = (unsigned char)(u->cx->share == NULL
+                ? mt_offload_has(u->grads, jobs[i].unit, p, MT_GRAD_COUNTED)
+                : mt_store_owned(u->store, jobs[i].unit, p, &first) == 0 ||
+                  mt_offload_has(u->grads, jobs[i].unit, p, MT_GRAD_CHUNKED));
+        }
+        settled |= to->home->later != 0;
     }
     /* What run was given up to now may read the weights that settled units' updates overwrite. */
     if (settled)

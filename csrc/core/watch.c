@@ -273,9 +273,10 @@ static int is_spared(mt_watch *w, const mt_post *p)
     if (spared == 1 && w->say != NULL) {
         mt_watch_tell(w, list, sizeof list);
         snprintf(text, sizeof text,
-                 "nothing has moved in %g s, and compute has work: one window that takes so long, a "
-                 "kernel that never ends, or a copy that compute waits for. What waits ends with an "
-                 "error after %g s. Longest first: %s", limits_s(w, 1), limits_s(w, SPARED), list);
+                 "nothing has moved in %g s, and compute has work: one window that takes so long, "
+                 "a kernel that never ends, or a copy that compute waits for. What waits ends with "
+                 "an error after %g s. Longest first: %s",
+                 limits_s(w, 1), limits_s(w, SPARED), list);
         w->say(text);
     }
     return goes_on;
