@@ -1,4 +1,4 @@
-/* place.h — stretches of a file, taken and given back: the smallest that is free and holds what is
+/* place.h — stretches of a file, taken and given back: the smallest free one that holds what is
  * asked for; free is what lies between two that are used, and behind the last.
  * So steps that are alike make the file no longer.
  *

@@ -168,39 +168,31 @@ static int is_spoken_for(const mt_store *s, int rank)
            mt_share_speaker(s->share, rank) == me;
 }
 
-/* Where it lies: base, of so many bytes. */
-static mt_status find(mt_store *s, int rank, const mt_parcel *p, void **base, size_t *bytes)
-{
-    const mt__unit *u = mt__unit_at(s, p->unit);
-
-    if (p->kind == MT_PARCEL_NOTE && p->unit < 0 && p->what == MT_COUNT_FAILED) {
-        *base = mt_share_why(s->share, rank, bytes);
-    } else if (u == NULL || !u->shared) {
-        return MT_OK;
-    } else if (p->kind == MT_PARCEL_CHUNKS) {
-        *base = u->board.chunks;
-        *bytes = u->board.n_chunks * sizeof(double);
-    } else if (p->kind == MT_PARCEL_WEIGHTS) {
-        MT_DO(mt_store_hi(s, p->unit, base));
-        *bytes = u->shape.bytes;
-    } else if (p->kind == MT_PARCEL_PLANE && p->what >= 0 && p->what < MT_PLANE_COUNT) {
-        MT_DO(mt_store_at(s, p->unit, p->param, (mt_plane)p->what, base));
-        *bytes = mt_store_plane_bytes(s, p->unit, p->param, (mt_plane)p->what,
-                                      u->shape.desc[p->param].numel);
-    }
-    return MT_OK;
-}
-
 mt_status mt_relay_place(mt_store *s, int rank, const mt_parcel *p, void **mem)
 {
-    void  *base = NULL;
-    size_t bytes = 0;
+    const mt__unit *u = mt__unit_at(s, p->unit);
+    void           *base = NULL;             /* where it lies, of so many bytes */
+    size_t          bytes = 0;
 
     if (!is_spoken_for(s, rank))
         return refuse(rank, p);
     if (p->bytes == 0)
         return MT_OK;
-    MT_DO(find(s, rank, p, &base, &bytes));
+    if (p->kind == MT_PARCEL_NOTE && p->unit < 0 && p->what == MT_COUNT_FAILED) {
+        base = mt_share_why(s->share, rank, &bytes);
+    } else if (u == NULL || !u->shared) {
+        return refuse(rank, p);
+    } else if (p->kind == MT_PARCEL_CHUNKS) {
+        base = u->board.chunks;
+        bytes = u->board.n_chunks * sizeof(double);
+    } else if (p->kind == MT_PARCEL_WEIGHTS) {
+        MT_DO(mt_store_hi(s, p->unit, &base));
+        bytes = u->shape.bytes;
+    } else if (p->kind == MT_PARCEL_PLANE && p->what >= 0 && p->what < MT_PLANE_COUNT) {
+        MT_DO(mt_store_at(s, p->unit, p->param, (mt_plane)p->what, &base));
+        bytes = mt_store_plane_bytes(s, p->unit, p->param, (mt_plane)p->what,
+                                     u->shape.desc[p->param].numel);
+    }
     if (p->at > bytes || p->bytes > bytes - p->at)
         return refuse(rank, p);
     *mem = (char *)base + p->at;

@@ -106,8 +106,8 @@ mt_status mt_resident_parts(mt_resident *r, int unit, const mt_part **parts, int
  * update made them stale. */
 mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run);
 
-/* In a share: waits until what was updated is down, and has come from all ranks. Before the share's weights are
- * written from outside: with mt_ledger_wait_updates, nothing reads them then. */
+/* In a share: waits until what was updated is down, and has come from all ranks. Before the share's
+ * weights are written from outside: with mt_ledger_wait_updates, nothing reads them then. */
 mt_status mt_resident_raised(mt_resident *r);
 
 /* Inside a job's put, once: device memory for what is copied up from the host for this update

@@ -60,29 +60,6 @@ static mt_status find_class(int unit, size_t unit_bytes, const size_t *slot_byte
     return MT_OK;
 }
 
-/* Everything is empty. From the last COMPUTE to the first: who is needed when. */
-static mt_status walk_open(walk *w, const size_t *slot_bytes)
-{
-    MT_DO(MT_MAKE(w->next, w->n_uses, "schedule"));
-    MT_DO(MT_MAKE(w->soon, w->n_units, "schedule"));
-    MT_DO(MT_MAKE(w->slot_of, w->n_units, "schedule"));
-    MT_DO(MT_MAKE(w->class_bytes, w->n_units, "schedule"));
-    MT_DO(MT_MAKE(w->slot, w->n_slots, "schedule"));
-    MT_DO(MT_MAKE(w->out, 1, "schedule"));
-    MT_DO(MT_MAKE(w->out->steps, 2 * w->n_uses, "schedule"));    /* each with a FETCH at most */
-    for (int u = 0; u < w->n_units; u++) {
-        w->soon[u] = NEVER;
-        w->slot_of[u] = -1;
-    }
-    for (int64_t k = w->n_uses - 1; k >= 0; k--) {
-        w->next[k] = w->soon[w->use[k]];
-        w->soon[w->use[k]] = k;
-    }
-    for (int i = 0; i < w->n_slots; i++)
-        w->slot[i] = (slot_state){ slot_bytes[i], -1, -1 };
-    return MT_OK;
-}
-
 /* ---- who gives way ---------------------------------------------------------------------- */
 
 static int64_t needed_at(const walk *w, const slot_state *s)
@@ -144,7 +121,23 @@ mt_status mt_schedule_build(const int *trace, int64_t n_trace,
         if (trace[i] < 0 || trace[i] >= n_units)
             return MT_FAIL(MT_EINVAL, "entry %lld of the trace names unit %d of %d", (long long)i,
                            trace[i], n_units);
-    MT_TRY(walk_open(&w, slot_bytes));
+    MT_TRY(MT_MAKE(w.next, n_trace, "schedule"));
+    MT_TRY(MT_MAKE(w.soon, n_units, "schedule"));
+    MT_TRY(MT_MAKE(w.slot_of, n_units, "schedule"));
+    MT_TRY(MT_MAKE(w.class_bytes, n_units, "schedule"));
+    MT_TRY(MT_MAKE(w.slot, n_slots, "schedule"));
+    MT_TRY(MT_MAKE(w.out, 1, "schedule"));
+    MT_TRY(MT_MAKE(w.out->steps, 2 * n_trace, "schedule"));      /* each with a FETCH at most */
+    for (int i = 0; i < n_slots; i++)
+        w.slot[i] = (slot_state){ slot_bytes[i], -1, -1 };
+    for (int u = 0; u < n_units; u++) {
+        w.soon[u] = NEVER;
+        w.slot_of[u] = -1;
+    }
+    for (int64_t k = n_trace - 1; k >= 0; k--) {         /* from the last COMPUTE to the first */
+        w.next[k] = w.soon[trace[k]];
+        w.soon[trace[k]] = k;
+    }
     for (int u = 0; u < n_units; u++)
         if (w.soon[u] != NEVER)
             MT_TRY(find_class(u, unit_bytes[u], slot_bytes, n_slots, &w.class_bytes[u]));

@@ -589,7 +589,7 @@ static mt_status map(mt_store *s, const mt__unit *u, int side, mt_plane p, const
         else if (!x->own)
             MT_DO(mt_arena_range(&made, &u->range[p], 0, what, mapped));
         else {
-            /* Where the parameter's part of the plane's addresses begins: behind those before it. */
+            /* Its part of the plane's addresses is behind those of parameters before it. */
             for (int i = 0; i < x->first; i++)
                 if (has_room(u, 1, p, &u->shape.desc[i], &bytes))
                     at = round_up(at + bytes, u->align);
@@ -690,14 +690,27 @@ static void *find_at(mt_store *s, const mt__plane *pl, int param)
     return address_of(pl, param);
 }
 
-/* Under making. Has the parameter an address in this plane already, or a right to one? One that is
- * not trained any more may have its states moved. */
-static mt_status check_at(mt_store *s, const mt__unit *u, int param, int side, mt_plane p)
+static mt_status at(mt_store *s, int unit, int param, int side, mt_plane p, void **out)
 {
-    const mt_param_desc *d = &u->shape.desc[param];
-    const mt__plane     *pl = &u->plane[side][p];
-    int                  other = side == MT__HOST ? MT__DEVICE : MT__HOST;
+    const mt_param_desc *d;
+    mt__plane           *pl, *other;
+    mt__unit            *u;
+    void                *found;
 
+    if (!plane_ok(p))
+        return MT_FAIL(MT_EINVAL, "there is no plane %d", (int)p);
+    MT_DO(mt__find(s, unit, param, &u));
+    d = &u->shape.desc[param];
+    pl = &u->plane[side][p];
+    other = &u->plane[side == MT__HOST ? MT__DEVICE : MT__HOST][p];
+    if (side == MT__DEVICE && !(atomic_load(&u->home)->device >> p & 1))
+        return MT_FAIL(MT_EINVAL, "unit %s: the store has no plane %s of it on the device; settled "
+                       "units have those other than HI there", u->name, mt_plane_name(p));
+    if ((found = find_at(s, pl, param)) != NULL) {
+        *out = found;
+        return MT_OK;
+    }
+    MT_HOLD(&pl->making);
     if (elem_bytes(p, d->dtype, states_of(u)) == 0)
         return MT_FAIL(MT_EINVAL,
                        "unit %s: plane %s has nothing for parameter %d, which is %s with %s "
@@ -707,33 +720,12 @@ static mt_status check_at(mt_store *s, const mt__unit *u, int param, int side, m
         return MT_FAIL(MT_ESTATE,
                        "unit %s: its gradients pass; there are none between an update and the next "
                        "hand-over", u->name);
+    /* One that is not trained any more may have its states moved. */
     if (p != MT_PLANE_HI && !trains(d) && address_of(pl, param) == NULL &&
-        find_at(s, &u->plane[other][p], param) == NULL)
+        find_at(s, other, param) == NULL)
         return MT_FAIL(MT_EINVAL, "unit %s: parameter %d is not trainable, so plane %s leaves it "
                        "out; call mt_store_set_trainable() first",
                        u->name, param, mt_plane_name(p));
-    return MT_OK;
-}
-
-static mt_status at(mt_store *s, int unit, int param, int side, mt_plane p, void **out)
-{
-    mt__plane *pl;
-    mt__unit  *u;
-    void      *found;
-
-    if (!plane_ok(p))
-        return MT_FAIL(MT_EINVAL, "there is no plane %d", (int)p);
-    MT_DO(mt__find(s, unit, param, &u));
-    pl = &u->plane[side][p];
-    if (side == MT__DEVICE && !(atomic_load(&u->home)->device >> p & 1))
-        return MT_FAIL(MT_EINVAL, "unit %s: the store has no plane %s of it on the device; settled "
-                       "units have those other than HI there", u->name, mt_plane_name(p));
-    if ((found = find_at(s, pl, param)) != NULL) {
-        *out = found;
-        return MT_OK;
-    }
-    MT_HOLD(&pl->making);
-    MT_DO(check_at(s, u, param, side, p));
     MT_DO(plane_make(s, u, side, p));
     if (address_of(pl, param) == NULL)
         MT_DO(own_make(s, u, param, side, p));
@@ -894,24 +886,6 @@ const mt_home *mt_store_home(const mt_store *s, int unit, void **of)
     return h;
 }
 
-/* Those arenas that are made, and not reserved, are registered. */
-static mt_status register_plane(mt_store *s, const mt__unit *u, mt__plane *pl)
-{
-    mt_arena *a;
-    mt_status st = MT_OK;
-
-    MT_HOLD(&pl->making);
-    for (int i = -1; (a = arena_of(u, pl, i)) != NULL && st == MT_OK; i++) {
-        mt_arena made = *a;
-
-        if (made.base == NULL || made.reserved)
-            continue;
-        if ((st = mt_arena_register(&made, s->dev)) == MT_OK)
-            MT_WITH(&s->map_mu) *a = made;
-    }
-    return st;
-}
-
 /* The host's memory is there before anything has changed: all of it, where the device's goes, and
  * registered. */
 mt_status mt__home_ready(mt_store *s, int unit, const mt_home *to)
@@ -935,8 +909,20 @@ mt_status mt__home_ready(mt_store *s, int unit, const mt_home *to)
     for (int p = 0; p < MT_PLANE_COUNT; p++) {
         if (from->device && !to->device && u->plane[MT__HOST][p].at != NULL)
             MT_DO(mt_store_commit(s, unit, (mt_plane)p));
-        if (registered(u, to) >> p & 1)
-            MT_DO(register_plane(s, u, &u->plane[MT__HOST][p]));
+        if (registered(u, to) >> p & 1) {
+            mt__plane *pl = &u->plane[MT__HOST][p];
+            mt_arena  *a;
+
+            MT_HOLD(&pl->making);
+            for (int i = -1; (a = arena_of(u, pl, i)) != NULL; i++) {
+                mt_arena one = *a;
+
+                if (one.base == NULL || one.reserved)
+                    continue;
+                MT_DO(mt_arena_register(&one, s->dev));
+                MT_WITH(&s->map_mu) *a = one;
+            }
+        }
     }
     return MT_OK;
 }

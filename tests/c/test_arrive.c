@@ -132,11 +132,6 @@ static mt_status current(hotel *h)
     return mt__arrive_copied(h->r, 0);
 }
 
-static uint64_t bytes_up(hotel *h)
-{
-    return mt_resident_stats_get(h->r).h2d_bytes;
-}
-
 /* The first element of the first moment, where it is during the stay. */
 static float *up(hotel *h)
 {
@@ -209,7 +204,7 @@ TEST(a_stay_goes_on_until_it_is_ended)
     CHECK_OK(mt_arrive_leave(h.r, 0, 0, &left));
     CHECK_EQ(left, 1);
     CHECK_OK(mt__arrive_push(h.r, 0, 0, 1u << MT_PLANE_M));      /* they are on the host */
-    CHECK_EQ(bytes_up(&h), 3 * 400);
+    CHECK_EQ(mt_resident_stats_get(h.r).h2d_bytes, 3 * 400);
     CHECK_OK(mt_arrive_leave(h.r, 0, 1, &left));
     CHECK_EQ(left, 1);
 }
@@ -340,7 +335,7 @@ TEST(a_stay_neither_begins_nor_ends_while_an_update_is_announced)
     mt_ledger_update_begin(h.store, 0);
     pthread_t thread = thread_start(lift_main, &h);
     sleep_ms(5);
-    uint64_t copied = bytes_up(&h);
+    uint64_t copied = mt_resident_stats_get(h.r).h2d_bytes;
     CHECK_EQ(copied, 0);
     mt_ledger_update_end(h.store, 0);
     thread_join(thread);
@@ -352,8 +347,6 @@ TEST(a_stay_neither_begins_nor_ends_while_an_update_is_announced)
     CHECK_OK(mt_arrive_leave(h.r, 0, 0, &left));
     CHECK_EQ(left, 1);
 }
-
-/* ---- refusals and failures -------------------------------------------------------------- */
 
 /* ---- waits of the host ------------------------------------------------------------------ */
 
