@@ -598,11 +598,6 @@ static mt_status carry_out(void *arg, mt_job *node)
 
 /* ---- the home: updates -------------------------------------------------------------------- */
 
-static int home_fits(const mt_update_job *j)
-{
-    return j->pieces != NULL;
-}
-
 static mt_status home_update(void *arg, mt_update *u)
 {
     mt_disk *d = arg;
@@ -781,7 +776,7 @@ static mt_status home_store(void *arg, int u, int param, unsigned planes)
 }
 
 #define IS_ON_DISK                                                                                \
-    .from = &mt_home_ram, .load = home_load, .store = home_store, .fits = home_fits,              \
+    .from = &mt_home_ram, .load = home_load, .store = home_store, .by = MT_BY_PIECES,             \
     .update = home_update, .turn = 1, .drain = home_drain
 
 const mt_home mt_home_disk = {

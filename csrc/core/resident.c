@@ -410,11 +410,6 @@ static mt_status put_update(mt_resident *r, mt__settled *h, const mt_update_job 
     return MT_OK;
 }
 
-static int home_fits(const mt_update_job *j)
-{
-    return j->put != NULL;
-}
-
 /* Put, and (wait) over; *lowered: the ferry ends it. */
 static mt_status update(mt_resident *r, mt_update *u, int *lowered)
 {
@@ -539,7 +534,7 @@ static mt_status home_drain(void *arg)
 
 #define LIVES_ON_THE_DEVICE                                                                       \
     .stays = GRAD, .later = HI, .wait = home_wait, .load = home_load, .store = home_store,        \
-    .take = home_take, .at = home_at, .come = home_come, .fits = home_fits,                       \
+    .take = home_take, .at = home_at, .come = home_come, .by = MT_BY_PUT,                         \
     .update = home_update, .drain = home_drain
 
 const mt_home mt_home_vram = {

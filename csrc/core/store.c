@@ -866,14 +866,9 @@ size_t mt_store_reserved(mt_store *s, int unit, mt_plane p)
 
 /* ---- homes ------------------------------------------------------------------------------ */
 
-static int home_fits(const mt_update_job *j)
-{
-    return j->run != NULL;
-}
-
 const mt_home mt_home_ram = {
     .lives = "lives in host memory", .registered = 1u << MT_PLANE_HI | 1u << MT_PLANE_GRAD,
-    .fits = home_fits, .turn = 2,
+    .by = MT_BY_RUN, .turn = 2,
 };
 
 const mt_home *mt_store_home(const mt_store *s, int unit, void **of)

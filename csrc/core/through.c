@@ -221,11 +221,6 @@ mt_through_stats mt_through_stats_get(mt_through *t)
 
 /* ---- the home: the updater ---------------------------------------------------------------- */
 
-static int home_fits(const mt_update_job *j)
-{
-    return j->gradient != NULL && j->compute != NULL;
-}
-
 static mt_status home_update(void *arg, mt_update *u)
 {
     mt_through *t = arg;
@@ -247,5 +242,5 @@ static mt_status home_stepped(void *arg)
 
 const mt_home mt_home_through = {
     .lives = "goes through the device to be updated", .from = &mt_home_ram, .registered = ~0u,
-    .fits = home_fits, .update = home_update, .turn = 1, .stepped = home_stepped,
+    .by = MT_BY_COMPUTE, .update = home_update, .turn = 1, .stepped = home_stepped,
 };

@@ -89,7 +89,7 @@ static mt_status work_make(const mt_updater *u, const mt_update_job *jobs, int n
                            mt_queue *run, work **out)
 {
     const mt_dev_ops *v = u->cx->dev->ops;
-    int               settled = 0, params;
+    int               settled = 0, params, has[4];
     const char       *name;
     int64_t           first;
     job              *to;
@@ -116,7 +116,11 @@ static mt_status work_make(const mt_updater *u, const mt_update_job *jobs, int n
         if (u->cx->share != NULL)
             MT_TRY(MT_MAKE(to->sums, params, name));
         to->home = mt_store_home(u->store, jobs[i].unit, &to->of);
-        if (!to->home->fits(&jobs[i]) || (to->home->update != NULL && to->of == NULL))
+        has[MT_BY_RUN] = jobs[i].run != NULL;
+        has[MT_BY_PUT] = jobs[i].put != NULL;
+        has[MT_BY_COMPUTE] = jobs[i].gradient != NULL && jobs[i].compute != NULL;
+        has[MT_BY_PIECES] = jobs[i].pieces != NULL;
+        if (!has[to->home->by] || (to->home->update != NULL && to->of == NULL))
             MT_TRY(MT_FAIL(MT_ESTATE, "unit %s %s, and its job cannot update it there, or nothing "
                            "is open that could", name, to->home->lives));
         for (int k = 0; k < params; k++) {

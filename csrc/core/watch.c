@@ -82,8 +82,10 @@ void mt_watch_moved(mt_watch *w)
 
 /* ---- posts ------------------------------------------------------------------------------ */
 
-static void put(mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits,
-                mt_event *e, int computes)
+static const char compute[] = "compute";      /* the queue that computes, by its address */
+
+void mt_watch_put(mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits,
+                  mt_event *e)
 {
     MT_HOLD(&w->mu);
     if (p->since_ns == 0) {
@@ -97,19 +99,13 @@ static void put(mt_watch *w, mt_post *p, const char *queue, const char *unit, co
     p->unit = unit;
     p->awaits = awaits;
     p->event = e;
-    p->computes = computes;
+    p->computes = queue == compute;
     p->since_ns = mt_now_ns();
-}
-
-void mt_watch_put(mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits,
-                  mt_event *e)
-{
-    put(w, p, queue, unit, awaits, e, 0);
 }
 
 void mt_watch_compute(mt_watch *w, mt_post *p, const char *unit, const char *awaits, mt_event *e)
 {
-    put(w, p, "compute", unit, awaits, e, 1);
+    mt_watch_put(w, p, compute, unit, awaits, e);
 }
 
 static void take(mt_watch *w, mt_post *p)
