@@ -3,12 +3,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-void mt__course_open(mt__course *c)
-{
-    memset(c, 0, sizeof *c);
-    c->cur = -1;
-}
-
 static void kept_close(mt__kept *k)
 {
     mt_schedule_free(k->sch);
@@ -21,12 +15,12 @@ void mt__course_close(mt__course *c)
     for (int i = 0; i < MT__COURSE_KEPT; i++)
         kept_close(&c->kept[i]);
     free(c->trace);
-    mt__course_open(c);
+    memset(c, 0, sizeof *c);
 }
 
 const mt_schedule *mt__course_schedule(const mt__course *c)
 {
-    return c->cur < 0 ? NULL : c->kept[c->cur].sch;
+    return c->cur != NULL ? c->cur->sch : NULL;
 }
 
 /* ---- the trace -------------------------------------------------------------------------- */
@@ -51,10 +45,10 @@ mt_status mt__course_begin(mt__course *c, const size_t *unit_bytes, int n_units,
 
     /* A forward that was not followed by its backward is the beginning of what the schedule in
      * force was built from: that schedule stays. A trace met before gets its own back. */
-    fits = fits || (c->cur >= 0 && begins_like(c, &c->kept[c->cur]));
+    fits = fits || (c->cur != NULL && begins_like(c, c->cur));
     for (int i = 0; i < MT__COURSE_KEPT && !fits; i++)
         if (c->kept[i].n_trace == c->n_trace && begins_like(c, &c->kept[i])) {
-            c->cur = i;
+            c->cur = &c->kept[i];
             fits = 1;
         }
     for (int i = 1; i < MT__COURSE_KEPT; i++)    /* the oldest gives way */
@@ -65,12 +59,12 @@ mt_status mt__course_begin(mt__course *c, const size_t *unit_bytes, int n_units,
         kept_close(&c->kept[at]);
         c->kept[at] = (mt__kept){ .trace = MT_KEEP(c->trace), .n_trace = c->n_trace, .sch = sch };
         c->room = 0;                     /* the next trace has memory of its own */
-        c->cur = at;
+        c->cur = &c->kept[at];
         c->rebuilds++;
     }
     c->begins++;
-    if (c->cur >= 0)
-        c->kept[c->cur].begun = c->begins;
+    if (c->cur != NULL)
+        c->cur->begun = c->begins;
     c->n_trace = 0;
     c->at = 0;
     return st;
@@ -100,8 +94,8 @@ static int64_t find_again(mt__course *c, int unit)
     int64_t step = -1;
 
     for (int i = 0; i < MT__COURSE_KEPT; i++)
-        if (i != c->cur && begins_like(c, &c->kept[i])) {
-            c->cur = i;
+        if (&c->kept[i] != c->cur && begins_like(c, &c->kept[i])) {
+            c->cur = &c->kept[i];
             for (int64_t k = 0; k < c->n_trace; k++)     /* the newest of the trace's COMPUTEs */
                 step = next_compute(c->kept[i].sch, step + 1, -1);
             return step;

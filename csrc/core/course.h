@@ -22,17 +22,16 @@ typedef struct mt__kept {
 } mt__kept;
 
 typedef struct mt__course {
-    int     *trace;          /* units whose windows opened since begin */
-    int64_t  n_trace, room;
-    mt__kept kept[MT__COURSE_KEPT];
-    int      cur;            /* the schedule in force is kept[cur]; -1: there is none yet */
-    int64_t  at;             /* the cursor, an index into its steps */
-    uint64_t begins;
-    int64_t  rebuilds;
+    int      *trace;         /* units whose windows opened since begin */
+    int64_t   n_trace, room;
+    mt__kept  kept[MT__COURSE_KEPT];
+    mt__kept *cur;           /* of kept: the schedule in force; NULL: there is none yet */
+    int64_t   at;            /* the cursor, an index into its steps */
+    uint64_t  begins;
+    int64_t   rebuilds;
 } mt__course;
 
-void mt__course_open (mt__course *c);
-void mt__course_close(mt__course *c);
+void mt__course_close(mt__course *c);        /* it begins as zeros, and ends so */
 
 /* The trace has ended: chooses the schedule for the next, building one when none fits.
  * The trace is forgotten and the cursor at the start, also on failure. */

@@ -336,7 +336,6 @@ mt_status mt_stream_open(const mt_context *cx, const mt_slot_desc *slots, int n_
     MT_DO(MT_MAKE(s, 1, "stream"));
     *s = (mt_stream){ .cx = cx, .dev = cx->dev, .store = cx->store, .hooks = hooks,
                       .last_unit = -1, .computing = -1 };
-    mt__course_open(&s->course);
     mt_mutex_open(&s->mu, MT_RANK_STREAM);
     MT_DO(MT_MAKE(s->slots, n_slots, "stream"));
     MT_DO(MT_MAKE(s->slot_bytes, n_slots, "stream"));
