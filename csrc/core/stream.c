@@ -25,7 +25,6 @@
 #include "stream.h"
 
 #include "clock.h"
-#include "course.h"
 #include "portion.h"
 #include "turn.h"
 #include "worker.h"

@@ -1,7 +1,6 @@
 /* test_stream.c — what acquire promises: the unit's current weights, whatever the order, whoever
  * holds a slot, and whenever an update comes. */
 #include "../../csrc/core/stream.h"
-#include "../../csrc/core/course.h"
 #include "dev_fault.h"
 #include "toy.h"
 
