@@ -72,11 +72,11 @@ static void touch_chunk(void *arg, int64_t chunk)
     char            *first = job->base + at + (-(uintptr_t)(job->base + at) & (HUGE_BYTES - 1));
     char            *huge = first;
 
-    /* The kernel makes huge pages of what may be one, whatever it does by itself with shared memory:
-     * of blocks that begin in this chunk and end in the arena, once a page of each is there. That
-     * page says on which node of memory. Pages take turns among nodes (numa.h), and so do blocks
-     * where the page is five further in each: 512 + 5 has no factor in common with numbers of
-     * nodes. */
+    /* The kernel makes huge pages of what may be one, whatever it does by itself with shared
+     * memory: of blocks that begin in this chunk and end in the arena, once a page of each is
+     * there. That page says on which node of memory. Pages take turns among nodes (numa.h), and so
+     * do blocks where the page is five further in each: 512 + 5 has no factor in common with
+     * numbers of nodes. */
     for (; job->shared && HUGE_BYTES % job->page == 0 && huge < job->base + end &&
            huge + HUGE_BYTES <= job->base + job->bytes; huge += HUGE_BYTES)
         touch_page(huge + (uintptr_t)huge / HUGE_BYTES * 5 % (HUGE_BYTES / job->page) * job->page);

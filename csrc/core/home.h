@@ -114,10 +114,10 @@ struct mt_home {
     mt_status (*at)  (void *of, int unit, int param, mt_plane p, void **out);
     mt_status (*come)(void *of, int unit, const int *params, int n, mt_queue *d2h);
 
-    /* Updates. by: which of the job's functions makes them. update: its gradients are whole; the home ends it,
-     * also on failure, by mt_update_over. NULL: the updater does all that. stepped: waits until
-     * updates of this step are over; drain: until all are; either may be NULL. turn: where a norm
-     * is known before, jobs of a smaller one go first. */
+    /* Updates. by: which of the job's functions makes them. update: its gradients are whole; the
+     * home ends it, also on failure, by mt_update_over. NULL: the updater does all that. stepped:
+     * waits until updates of this step are over; drain: until all are; either may be NULL. turn:
+     * where a norm is known before, jobs of a smaller one go first. */
     enum { MT_BY_RUN, MT_BY_PUT, MT_BY_COMPUTE, MT_BY_PIECES } by;
     mt_status (*update) (void *of, mt_update *u);
     int         turn;

@@ -57,9 +57,9 @@ void      mt_schedule_free (mt_schedule *s);
 size_t    mt_schedule_print(const mt_schedule *s, const char *const *names, char *text, size_t cap);
 
 /* ---- following one --------------------------------------------------------------------------
- * The half of the stream that moves no bytes: the acquiring thread's, private to stream.c. The trace
- * is what happened since begin; the cursor is the first step of the schedule in force that was not
- * handed over yet; up to four schedules are kept, each with its trace, so that training and
+ * The half of the stream that moves no bytes: the acquiring thread's, private to stream.c. The
+ * trace is what happened since begin; the cursor is the first step of the schedule in force that
+ * was not handed over yet; up to four schedules are kept, each with its trace, so that training and
  * evaluation in turn build none anew. */
 
 #define MT__COURSE_KEPT  4
