@@ -703,26 +703,8 @@ static int concerns(const visit *v, int param, unsigned planes, int write)
     return 0;
 }
 
-/* What else is in a section that is written stays; where all of it is, it is not read first. */
-static mt_status do_section(visit *v, int param, unsigned planes, int write)
-{
-    int all = write && param < 0 && v->section == MT_SECTION_WEIGHTS;
-
-    planes &= v->section == MT_SECTION_WEIGHTS ? HI : ~HI;
-    if (planes == 0 || v->l->pieces[v->piece].section[v->section].bytes == 0 ||
-        !concerns(v, param, planes, write))
-        return MT_OK;
-    MT_DO(take_buffer(v));
-    if (!all && !(v->k->lay == v->l && v->k->piece == v->piece &&
-                  v->k->sections == 1u << v->section))
-        MT_DO(move(v, 0));
-    MT_DO(copy(v, param, planes, write));
-    if (write)
-        MT_DO(move(v, 1));
-    return MT_OK;
-}
-
-/* param -1: all of the unit's. */
+/* param -1: all of the unit's. What else is in a section that is written stays; where all of it is,
+ * it is not read first. */
 static mt_status visit_all(mt_disk *d, const mt_layout *l, int param, unsigned planes, int write)
 {
     visit     v = { .d = d, .l = l };
@@ -730,9 +712,23 @@ static mt_status visit_all(mt_disk *d, const mt_layout *l, int param, unsigned p
 
     MT_DO(MT_MAKE(v.parts, l->cut->most, mt_store_name(d->store, l->unit)));
     planes &= param < 0 ? planes : l->planes[param];
-    for (; v.piece < l->n && planes != 0 && st == MT_OK; v.piece++)
-        for (v.section = 0; v.section < MT_SECTIONS && st == MT_OK; v.section++)
-            st = do_section(&v, param, planes, write);
+    for (; v.piece < l->n && planes != 0; v.piece++)
+        for (v.section = 0; v.section < MT_SECTIONS; v.section++) {
+            unsigned of = planes & (v.section == MT_SECTION_WEIGHTS ? HI : ~HI);
+            int      all = write && param < 0 && v.section == MT_SECTION_WEIGHTS;
+
+            if (of == 0 || l->pieces[v.piece].section[v.section].bytes == 0 ||
+                !concerns(&v, param, of, write))
+                continue;
+            MT_TRY(take_buffer(&v));
+            if (!all && !(v.k->lay == l && v.k->piece == v.piece &&
+                          v.k->sections == 1u << v.section))
+                MT_TRY(move(&v, 0));
+            MT_TRY(copy(&v, param, of, write));
+            if (write)
+                MT_TRY(move(&v, 1));
+        }
+fail:
     if (v.k != NULL) {
         mt_lock(&d->mu);
         if (st == MT_OK)

@@ -71,41 +71,36 @@ static mt_status see_step(void *arg, mt_job *node)
     return st;
 }
 
-/* Chunk by chunk. */
-static mt_status lower(mt_resident *r, mt__settled *h, size_t *bytes)
+/* Lowered chunk by chunk, and ended. */
+static mt_status end_update(void *arg, mt_job *node)
 {
-    const mt_dev_ops *v = r->dev->ops;
+    mt_resident      *r = arg;
     struct mt__ferry *f = &r->ferry;
+    const mt_dev_ops *v = r->dev->ops;
+    mt_update        *u = (mt_update *)(void *)node;
+    mt__settled      *h = r->units[u->j.unit];
+    size_t            from, to, n, bytes = 0;
     mt_span           span;
-    size_t            from, to, n;
+    mt_status         st;
 
-    MT_DO(mt_ledger_check(r->store));
-    MT_DO(portion_of(r, h->unit, mt_share_rank(r->cx->share), &from, &to));
+    mt_unlock(&r->mu);
+    MT_TRY(mt_ledger_check(r->store));
+    MT_TRY(portion_of(r, h->unit, mt_share_rank(r->cx->share), &from, &to));
     /* MOVED: the weights are the update's. */
-    MT_DO(mt_edge(r->cx, MT_EDGE_MOVED, f->down, h->done));
+    MT_TRY(mt_edge(r->cx, MT_EDGE_MOVED, f->down, h->done));
     mt_timeline_begin(r->cx->timeline, &span, MT_LANE_THROUGH, MT_WORK_OFFLOAD, h->unit, f->down);
     for (size_t at = from, i = 0; at < to; at += n, i++) {
         n = to - at < CHUNK ? to - at : CHUNK;
-        MT_DO(copy(r, h, f->down, 0, at, at + n));
-        MT_DO(v->record(f->down, f->chunks[i % 2]));
+        MT_TRY(copy(r, h, f->down, 0, at, at + n));
+        MT_TRY(v->record(f->down, f->chunks[i % 2]));
         if (i > 0)
-            MT_DO(v->sync_event(f->chunks[(i - 1) % 2]));
+            MT_TRY(v->sync_event(f->chunks[(i - 1) % 2]));
     }
-    mt_timeline_end(r->cx->timeline, &span, *bytes = to - from, f->down);
-    MT_DO(mt__record(r, h, f->down, h->lowered, &h->lowering, "weights down", DOWN));
-    return mt_skips(r->cx, MT_EDGE_LOWERED) ? MT_OK : wait_for(r, h->unit, h->lowered, DOWN);
-}
-
-static mt_status end_update(void *arg, mt_job *node)
-{
-    mt_resident *r = arg;
-    mt_update   *u = (mt_update *)(void *)node;
-    mt__settled *h = r->units[u->j.unit];
-    size_t       bytes = 0;
-    mt_status    st;
-
-    mt_unlock(&r->mu);
-    st = lower(r, h, &bytes);
+    mt_timeline_end(r->cx->timeline, &span, bytes = to - from, f->down);
+    MT_TRY(mt__record(r, h, f->down, h->lowered, &h->lowering, "weights down", DOWN));
+    if (!mt_skips(r->cx, MT_EDGE_LOWERED))
+        st = wait_for(r, h->unit, h->lowered, DOWN);
+fail:
     mt_update_over(r->store, u, st);
     mt_lock(&r->mu);
     r->stats.d2h_bytes += bytes;

@@ -102,36 +102,30 @@ static mt_status add_asked(mt_relay *r, uint64_t about)
     return MT_OK;
 }
 
-/* What has to be there before the note is said. */
-static mt_status unpack(mt_relay *r)
-{
-    const mt_note  *note = &r->note;
-    const mt__unit *u;
-    size_t          from, n;
-
-    r->n = r->next = 0;
-    if (note->unit >= 0 && note->count == MT_COUNT_UPDATED)
-        return add_updated(r, note->unit);
-    if (note->unit >= 0 && note->count == MT_COUNT_SUMMED) {
-        u = mt__unit_at(r->s, note->unit);
-        mt__chunks_of(u, &u->own, &from, &n);
-        return add(r, (mt_parcel){ .kind = MT_PARCEL_CHUNKS, .unit = note->unit,
-                                   .at = from * sizeof(double), .bytes = n * sizeof(double) },
-                   u->board.chunks);
-    }
-    return note->count >= MT_COUNT_SERVED ? add_asked(r, note->about) : MT_OK;
-}
-
 mt_status mt_relay_next(mt_relay *r, int ms, mt_parcel *out, void **mem, int *to, int *some)
 {
-    mt_share *h = r->s->share;
-    size_t    cap;
+    mt_share       *h = r->s->share;
+    const mt_note  *note = &r->note;
+    const mt__unit *u;
+    size_t          cap, from, n;
 
     if (!r->busy) {
         MT_DO(mt_share_note(h, ms, &r->note, some));
         if (!*some)
             return MT_OK;
-        MT_DO(unpack(r));
+        /* What has to be there before the note is said. */
+        r->n = r->next = 0;
+        if (note->unit >= 0 && note->count == MT_COUNT_UPDATED)
+            MT_DO(add_updated(r, note->unit));
+        if (note->unit >= 0 && note->count == MT_COUNT_SUMMED) {
+            u = mt__unit_at(r->s, note->unit);
+            mt__chunks_of(u, &u->own, &from, &n);
+            MT_DO(add(r, (mt_parcel){ .kind = MT_PARCEL_CHUNKS, .unit = note->unit,
+                                      .at = from * sizeof(double), .bytes = n * sizeof(double) },
+                      u->board.chunks));
+        }
+        if (note->count >= MT_COUNT_SERVED)
+            MT_DO(add_asked(r, note->about));
         r->busy = 1;
     }
     *some = 1;

@@ -200,38 +200,11 @@ static mt_status wait_done(mt_resident *r, const mt__settled *h)
 
 /* ---- weights up ------------------------------------------------------------------------- */
 
-/* Under mu. All that is AHEAD is STORING when it is put, so a write from then on is AHEAD again. */
-static mt_status put_weights(mt_resident *r, mt__settled *h, mt_queue *run)
-{
-    int     unit = h->unit;
-    size_t  bytes = mt_store_hi_bytes(r->store, unit);
-    void   *hi;
-    mt_span span;
-
-    MT_DO(mt_store_hi(r->store, unit, &hi));
-    /* FREED: compute on the weights that are overwritten was put in run before. */
-    if (run != NULL && !mt_skips(r->cx, MT_EDGE_FREED)) {
-        MT_DO(r->dev->ops->record(run, h->used));
-        mt_watch_compute(mt_store_watch(r->store), &h->using, mt_store_name(r->store, unit),
-                         "kernels that read its weights (the event FREED)", h->used);
-        MT_DO(r->dev->ops->wait(r->queue, h->used));
-    }
-    mt_timeline_begin(r->cx->timeline, &span, MT_LANE_DEVICE, MT_WORK_FETCH, unit, r->queue);
-    if (bytes > 0)
-        MT_DO(r->dev->ops->copy(r->queue, h->mem, hi, bytes));
-    mt_timeline_end(r->cx->timeline, &span, bytes, r->queue);
-    MT_DO(record_done(r, h));
-    r->stats.fetches++;
-    r->stats.h2d_bytes += bytes;
-    return MT_OK;
-}
-
 /* Has the host weights that the slot has not? */
 static int is_ahead(const mt_resident *r, int unit)
 {
     return mt_mirror_any(r->store, unit, -1, HI, IS(AHEAD) | IS(TORN));
 }
-
 
 /* Under mu. Nothing to do when somebody was here before. In a share all of it is copied where it
  * was written from outside, else what other ranks have updated. run NULL: the queue has waited for
@@ -240,7 +213,10 @@ static mt_status put_fetch(mt_resident *r, mt__settled *h, mt_queue *run, mt_que
 {
     int       unit = h->unit;
     uint64_t  writes = mt_ledger_writes(r->store, unit);
-    mt_status st = MT_OK;
+    size_t    bytes = mt_store_hi_bytes(r->store, unit);
+    void     *hi;
+    mt_span   span;
+    mt_status st;
 
     *q = r->queue;
     if (!is_ahead(r, unit))
@@ -249,16 +225,32 @@ static mt_status put_fetch(mt_resident *r, mt__settled *h, mt_queue *run, mt_que
         return MT_FAIL(MT_ESTATE, "unit %s: its weights were written on the host where they were "
                        "older than the device's; they must be brought before",
                        mt_store_name(r->store, unit));
+    /* All that is AHEAD is STORING when it is put, so a write from then on is AHEAD again. */
     mt_mirror_tell(r->store, unit, -1, HI, MT_MIRROR_STORE);
     if (r->ferry.open && h->writes == writes) {
         *q = r->ferry.up;
-        st = mt__ferry_raise(r, h);
+        MT_TRY(mt__ferry_raise(r, h));
     } else {
         if (r->ferry.open)                   /* what it raised is older */
-            st = mt_edge(r->cx, MT_EDGE_RAISED, r->queue, h->raised);
-        if (st == MT_OK && (st = put_weights(r, h, run)) == MT_OK)
-            h->writes = writes;
+            MT_TRY(mt_edge(r->cx, MT_EDGE_RAISED, r->queue, h->raised));
+        MT_TRY(mt_store_hi(r->store, unit, &hi));
+        /* FREED: compute on the weights that are overwritten was put in run before. */
+        if (run != NULL && !mt_skips(r->cx, MT_EDGE_FREED)) {
+            MT_TRY(r->dev->ops->record(run, h->used));
+            mt_watch_compute(mt_store_watch(r->store), &h->using, mt_store_name(r->store, unit),
+                             "kernels that read its weights (the event FREED)", h->used);
+            MT_TRY(r->dev->ops->wait(r->queue, h->used));
+        }
+        mt_timeline_begin(r->cx->timeline, &span, MT_LANE_DEVICE, MT_WORK_FETCH, unit, r->queue);
+        if (bytes > 0)
+            MT_TRY(r->dev->ops->copy(r->queue, h->mem, hi, bytes));
+        mt_timeline_end(r->cx->timeline, &span, bytes, r->queue);
+        MT_TRY(record_done(r, h));
+        r->stats.fetches++;
+        r->stats.h2d_bytes += bytes;
+        h->writes = writes;
     }
+fail:
     mt_mirror_tell(r->store, unit, -1, HI, st == MT_OK ? MT_MIRROR_STORED : MT_MIRROR_SET);
     return st;
 }
@@ -547,7 +539,6 @@ const mt_home mt_home_arrive = {
     .away = ~MT_STATE_PLANES, .visit = MT_STATE_PLANES, .device = ~(HI | MT_STATE_PLANES),
     .registered = GRAD | MT_STATE_PLANES, LIVES_ON_THE_DEVICE,
 };
-
 
 mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads)
 {
