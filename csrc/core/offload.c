@@ -395,34 +395,14 @@ static mt_status prepare(mt_offload *o, ticket *t, int unit, const mt_grad_item 
     return MT_OK;
 }
 
-static mt_status put_parcel(mt_offload *o, const parcel *p)
-{
-    const mt_dev_ops         *v = o->dev->ops;
-    const mt_offload_kernels *k = &o->kernels;
-    const void               *src = p->item.src;
-
-    if (p->n == 0)
-        return MT_OK;
-    if (is_staged(p))
-        return v->copy(o->d2h, p->staged, src, p->bytes);
-    if (p->item.mode == MT_GRAD_ADD) {       /* settled: the sum and its squares, on the device */
-        if (p->changed != NULL)
-            MT_DO(v->copy(o->d2h, p->grad, p->changed, p->bytes));
-        return k->accumulate_put(k->ctx, o->d2h, p->dt, p->acc, p->grad, src, p->n, p->from_grad,
-                                 p->sum, p->chunks);
-    }
-    if (k->sumsq != NULL)
-        MT_DO(k->sumsq(k->ctx, o->d2h, p->dt, src, p->n, p->sum, p->chunks));
-    return src == p->grad ? MT_OK : v->copy(o->d2h, p->grad, src, p->bytes);
-}
-
 static mt_status put_all(mt_offload *o, ticket *t, mt_queue *run)
 {
-    const mt_dev_ops *v = o->dev->ops;
-    void             *of;
-    const mt_home    *home = mt_store_home(o->store, t->unit, &of);
-    uint64_t          bytes = 0;
-    mt_span           span;
+    const mt_dev_ops         *v = o->dev->ops;
+    const mt_offload_kernels *kernels = &o->kernels;
+    void                     *of;
+    const mt_home            *home = mt_store_home(o->store, t->unit, &of);
+    uint64_t                  bytes = 0;
+    mt_span                   span;
 
     /* GRAD: the sources are written by what run was given up to now. */
     MT_DO(v->record(run, t->handed));
@@ -433,8 +413,25 @@ static mt_status put_all(mt_offload *o, ticket *t, mt_queue *run)
         MT_DO(home->come(of, t->unit, t->params, t->n, o->d2h));
     mt_timeline_begin(o->timeline, &span, MT_LANE_D2H, MT_WORK_OFFLOAD, t->unit, o->d2h);
     for (int i = 0; i < t->n; i++) {
-        MT_DO(put_parcel(o, &t->parcels[i]));
-        bytes += t->parcels[i].settled ? 0 : t->parcels[i].bytes;
+        const parcel *p = &t->parcels[i];
+        const void   *src = p->item.src;
+
+        if (p->n == 0)
+            continue;
+        bytes += p->settled ? 0 : p->bytes;
+        if (is_staged(p)) {
+            MT_DO(v->copy(o->d2h, p->staged, src, p->bytes));
+        } else if (p->item.mode == MT_GRAD_ADD) {    /* settled: the sum and its squares, there */
+            if (p->changed != NULL)
+                MT_DO(v->copy(o->d2h, p->grad, p->changed, p->bytes));
+            MT_DO(kernels->accumulate_put(kernels->ctx, o->d2h, p->dt, p->acc, p->grad, src, p->n,
+                                          p->from_grad, p->sum, p->chunks));
+        } else {
+            if (kernels->sumsq != NULL)
+                MT_DO(kernels->sumsq(kernels->ctx, o->d2h, p->dt, src, p->n, p->sum, p->chunks));
+            if (src != p->grad)
+                MT_DO(v->copy(o->d2h, p->grad, src, p->bytes));
+        }
     }
     mt_timeline_end(o->timeline, &span, bytes, o->d2h);
     MT_DO(v->record(o->d2h, t->landed));

@@ -683,28 +683,6 @@ static mt_status bundle_new(mt_swap *w, int unit, const mt_swap_part *parts, int
     return MT_OK;
 }
 
-/* Behind what fills it a bundle of the tier FILE may be written; with overlap off it is when this
- * returns. */
-static mt_status fill(mt_swap *w, bundle *k, const mt_swap_part *parts, mt_queue *run)
-{
-    MT_DO(k->tier == MT_SWAP_FILE ? prepare_file(w, k) : MT_LOCKED(&w->mu, host_bay(w, k)));
-    MT_DO(behind(w, w->out, w->made, run, MT_EDGE_COMPUTED));
-    mt_watch_compute(watch_of(w), &w->making, mt_store_name(w->store, k->unit),
-                     "its kernels (the event COMPUTED)", w->made);
-    if (k->tier == MT_SWAP_HOST)         /* for another's copies our thread has waited: DRAINED */
-        MT_DO(mt_edge(w->cx, MT_EDGE_EMPTIED, w->out, k->bay->landed));
-    MT_DO(copy_all(w, k, parts, 1));
-    MT_HOLD(&w->mu);
-    if (k->tier == MT_SWAP_FILE) {
-        become(k, FILLING);
-        owe(w, &k->bay->fills);
-        if (mt_syncs(w->cx))
-            MT_DO(WAIT_UNTIL(w, k, IS_WRITTEN(k), WRITTEN));
-    }
-    k->needed = SOURCES | TENSORS;
-    return MT_OK;
-}
-
 mt_status mt_swap_out(mt_swap *w, int unit, const mt_swap_part *parts, int n, mt_swap_tier tier,
                       mt_queue *run, uint64_t *number)
 {
@@ -712,9 +690,27 @@ mt_status mt_swap_out(mt_swap *w, int unit, const mt_swap_part *parts, int n, mt
     mt_status st;
 
     MT_DO(take_turn(w));
-    if ((st = bundle_new(w, unit, parts, n, tier, &k)) == MT_OK &&
-        (st = fill(w, k, parts, run)) == MT_OK)
+    MT_TRY(bundle_new(w, unit, parts, n, tier, &k));
+    MT_TRY(k->tier == MT_SWAP_FILE ? prepare_file(w, k) : MT_LOCKED(&w->mu, host_bay(w, k)));
+    MT_TRY(behind(w, w->out, w->made, run, MT_EDGE_COMPUTED));
+    mt_watch_compute(watch_of(w), &w->making, mt_store_name(w->store, unit),
+                     "its kernels (the event COMPUTED)", w->made);
+    if (k->tier == MT_SWAP_HOST)         /* for another's copies our thread has waited: DRAINED */
+        MT_TRY(mt_edge(w->cx, MT_EDGE_EMPTIED, w->out, k->bay->landed));
+    MT_TRY(copy_all(w, k, parts, 1));
+    mt_lock(&w->mu);
+    if (k->tier == MT_SWAP_FILE) {       /* behind what fills it, it may be written; with overlap */
+        become(k, FILLING);              /* off it is when this returns */
+        owe(w, &k->bay->fills);
+        if (mt_syncs(w->cx))
+            st = WAIT_UNTIL(w, k, IS_WRITTEN(k), WRITTEN);
+    }
+    if (st == MT_OK) {
+        k->needed = SOURCES | TENSORS;
         *number = k->number;
+    }
+    mt_unlock(&w->mu);
+fail:
     give_turn(w, k);
     return st;
 }
@@ -749,30 +745,6 @@ mt_status mt_swap_await(mt_swap *w, uint64_t number, mt_queue *run)
     return waits(w, number, run, MT_EDGE_BACK);
 }
 
-static mt_status empty(mt_swap *w, bundle *k, const mt_swap_part *landing, int n, mt_queue *run)
-{
-    mt_status st;
-
-    if (n != k->n)
-        return MT_FAIL(MT_EINVAL, "swap: %d tensors are to come back of %d", n, k->n);
-    for (int i = 0; i < n; i++)
-        if (landing[i].bytes != k->bytes[i])
-            return MT_FAIL(MT_EINVAL,
-                           "swap: tensor %d left with %zu bytes and is to come back with %zu", i,
-                           k->bytes[i], landing[i].bytes);
-    MT_DO(behind(w, w->back, w->room, run, MT_EDGE_ROOM));
-    if (k->tier == MT_SWAP_FILE)
-        MT_DO(MT_LOCKED(&w->mu, bring(w, k)));
-    if ((st = mt_edge(w->cx, MT_EDGE_KEPT, w->back, k->bay->filled)) == MT_OK)
-        st = copy_all(w, k, landing, 0);
-    MT_HOLD(&w->mu);
-    if (k->tier == MT_SWAP_FILE) {       /* the bay is another's when the copies are over */
-        k->wanted = 0;
-        owe(w, &k->bay->lands);
-    }
-    return st;
-}
-
 mt_status mt_swap_back(mt_swap *w, uint64_t number, const mt_swap_part *landing, int n,
                        mt_queue *run)
 {
@@ -785,8 +757,25 @@ mt_status mt_swap_back(mt_swap *w, uint64_t number, const mt_swap_part *landing,
         if ((st = find(w, number, &k)) == MT_OK)
             k->users++;                  /* whoever drops it meanwhile leaves it to us */
     }
-    if (st == MT_OK)
-        st = empty(w, k, landing, n, run);
+    MT_TRY(st);
+    if (n != k->n)
+        MT_TRY(MT_FAIL(MT_EINVAL, "swap: %d tensors are to come back of %d", n, k->n));
+    for (int i = 0; i < n; i++)
+        if (landing[i].bytes != k->bytes[i])
+            MT_TRY(MT_FAIL(MT_EINVAL, "swap: tensor %d left with %zu bytes and is to come back "
+                           "with %zu", i, k->bytes[i], landing[i].bytes));
+    MT_TRY(behind(w, w->back, w->room, run, MT_EDGE_ROOM));
+    if (k->tier == MT_SWAP_FILE)
+        MT_TRY(MT_LOCKED(&w->mu, bring(w, k)));
+    if ((st = mt_edge(w->cx, MT_EDGE_KEPT, w->back, k->bay->filled)) == MT_OK)
+        st = copy_all(w, k, landing, 0);
+    mt_lock(&w->mu);
+    if (k->tier == MT_SWAP_FILE) {       /* the bay is another's when the copies are over */
+        k->wanted = 0;
+        owe(w, &k->bay->lands);
+    }
+    mt_unlock(&w->mu);
+fail:
     give_turn(w, k);
     return st;
 }
