@@ -387,49 +387,6 @@ static void set_words(const others *a, int here)
     mt_share_stir(a->s->share);
 }
 
-/* Without the door: the others may be asking for the same. On one machine they may have newer
- * values of what is at home elsewhere, but for what is stored later. On several each machine has
- * the portions of its own ranks alone, but of weights, which are whole everywhere. */
-static mt_status bring_others(mt_store *s, int unit, unsigned planes, int claims)
-{
-    others             a = { .s = s, .u = mt__unit_at(s, unit) };
-    const struct mt__account *c = &a.u->account;
-    mt_status          st;
-
-    mt_lock(&s->mirror_mu);
-    a.planes = which(a.u, -1, planes, ~IS(EMPTY));
-    if (a.u->mirror.copies != NULL)
-        a.planes |= planes & home_of(a.u)->visit;
-    if (mt_share_is_apart(s->share))
-        a.planes = (a.planes | (planes & ~planes_of(a.u))) & ~HI;
-    a.planes &= ~home_of(a.u)->later;
-    mt_unlock(&s->mirror_mu);
-    if (a.planes == 0)
-        return MT_OK;
-    MT_DO(wait_for(s, unit, a.planes));
-    mt_lock(&s->ledger.mu);
-    /* Hand-overs change gradients, and updates all else. What waits for a save to copy it has not
-     * changed yet. */
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        a.want[p] = (claims ? CLAIMED : 0) + STAMP * (1 + (GRADIENTS >> p & 1
-                        ? c->begun[MT_COUNT_LANDED] - (uint64_t)c->grads
-                        : c->begun[MT_COUNT_UPDATED] - (uint64_t)c->updates));
-    mt_unlock(&s->ledger.mu);
-    for (;;) {
-        a.mine = 0;
-        st = MT__LEDGER_UNTIL(s, are_here_or_ours(&a), a.u->name, "what another rank brings of it");
-        mt_lock(&s->ledger.mu);
-        s->ledger.bringing -= a.waits;       /* a fault, or a signal, ended the wait */
-        a.waits = 0;
-        mt_unlock(&s->ledger.mu);
-        if (st != MT_OK || a.mine == 0)
-            return st;
-        st = ask(s, unit, a.mine, claims);
-        set_words(&a, st == MT_OK);
-        MT_DO(st);
-    }
-}
-
 /* Other machines' portions of a parameter in a plane. */
 static void punch(mt_store *s, int unit, int param, mt_plane p)
 {
@@ -551,18 +508,55 @@ mt_status mt__mirror_serve(mt_store *s, uint64_t about, int *gone)
     return planes != 0 ? bring_own(s, unit, planes, claims) : MT_OK;
 }
 
-/* all: the other ranks' portions too. */
+/* all: the other ranks' portions too, without the door, since they may be asking for the same. On
+ * one machine they may have newer values of what is at home elsewhere, but for what is stored later.
+ * On several each machine has the portions of its own ranks alone, but of weights, which are whole
+ * everywhere. */
 static mt_status bring(mt_store *s, int unit, unsigned planes, int claims, int all)
 {
-    unsigned own = kept(s, unit, planes);
+    others             a = { .s = s, .u = mt__unit_at(s, unit) };
+    const struct mt__account *c = &mt__unit_or_none(s, unit)->account;
+    unsigned           own = kept(s, unit, planes);
+    mt_status          st;
 
     if (own != 0) {
         MT_DO(wait_for(s, unit, own));
         MT_DO(bring_own(s, unit, own, claims));
     }
-    if (!all || s->share == NULL || mt__unit_at(s, unit) == NULL)
+    if (!all || s->share == NULL || a.u == NULL)
         return MT_OK;
-    return bring_others(s, unit, planes, claims);
+    mt_lock(&s->mirror_mu);
+    a.planes = which(a.u, -1, planes, ~IS(EMPTY));
+    if (a.u->mirror.copies != NULL)
+        a.planes |= planes & home_of(a.u)->visit;
+    if (mt_share_is_apart(s->share))
+        a.planes = (a.planes | (planes & ~planes_of(a.u))) & ~HI;
+    a.planes &= ~home_of(a.u)->later;
+    mt_unlock(&s->mirror_mu);
+    if (a.planes == 0)
+        return MT_OK;
+    MT_DO(wait_for(s, unit, a.planes));
+    mt_lock(&s->ledger.mu);
+    /* Hand-overs change gradients, and updates all else. What waits for a save to copy it has not
+     * changed yet. */
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        a.want[p] = (claims ? CLAIMED : 0) + STAMP * (1 + (GRADIENTS >> p & 1
+                        ? c->begun[MT_COUNT_LANDED] - (uint64_t)c->grads
+                        : c->begun[MT_COUNT_UPDATED] - (uint64_t)c->updates));
+    mt_unlock(&s->ledger.mu);
+    for (;;) {
+        a.mine = 0;
+        st = MT__LEDGER_UNTIL(s, are_here_or_ours(&a), a.u->name, "what another rank brings of it");
+        mt_lock(&s->ledger.mu);
+        s->ledger.bringing -= a.waits;       /* a fault, or a signal, ended the wait */
+        a.waits = 0;
+        mt_unlock(&s->ledger.mu);
+        if (st != MT_OK || a.mine == 0)
+            return st;
+        st = ask(s, unit, a.mine, claims);
+        set_words(&a, st == MT_OK);
+        MT_DO(st);
+    }
 }
 
 mt_status mt_mirror_bring_own(mt_store *s, int unit, unsigned planes)

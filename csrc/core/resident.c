@@ -316,20 +316,15 @@ mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run)
 /* Under mu. One parameter's plane, up or down: what is this process's of it. */
 static mt_status put_copy(mt_resident *r, int unit, int param, mt_plane p, int up)
 {
-    int64_t from, n = mt_store_owned(r->store, unit, param, &from);
-    size_t  skip = mt_store_plane_bytes(r->store, unit, param, p, from);
-    size_t  bytes = mt_store_plane_bytes(r->store, unit, param, p, n);
-    void   *host, *there;
+    mt_part own = { .param = param };
 
-    if (bytes == 0)
+    own.n = mt_store_owned(r->store, unit, param, &own.from);
+    if (mt_store_plane_bytes(r->store, unit, param, p, own.n) == 0)
         return MT_OK;
-    MT_DO(mt_store_at(r->store, unit, param, p, &host));
-    MT_DO(mt_resident_at(r, unit, param, p, &there));
-    host = (char *)host + skip;
-    there = (char *)there + skip;
-    MT_DO(r->dev->ops->copy(r->queue, up ? there : host, up ? host : there, bytes));
-    *(up ? &r->stats.h2d_bytes : &r->stats.d2h_bytes) += bytes;
-    return MT_OK;
+    MT_DO(mt_resident_at(r, unit, param, p, &own.at[p]));
+    own.at[p] = (char *)own.at[p] + mt_store_plane_bytes(r->store, unit, param, p, own.from);
+    return mt_part_copy(r->store, unit, &own, 1u << p, r->queue, up,
+                        up ? &r->stats.h2d_bytes : &r->stats.d2h_bytes);
 }
 
 static mt_status home_take(void *arg, int unit, mt_queue *run)
