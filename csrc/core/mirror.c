@@ -509,9 +509,9 @@ mt_status mt__mirror_serve(mt_store *s, uint64_t about, int *gone)
 }
 
 /* all: the other ranks' portions too, without the door, since they may be asking for the same. On
- * one machine they may have newer values of what is at home elsewhere, but for what is stored later.
- * On several each machine has the portions of its own ranks alone, but of weights, which are whole
- * everywhere. */
+ * one machine they may have newer values of what is at home elsewhere, but for what is stored
+ * later. On several each machine has the portions of its own ranks alone, but of weights, which are
+ * whole everywhere. */
 static mt_status bring(mt_store *s, int unit, unsigned planes, int claims, int all)
 {
     others             a = { .s = s, .u = mt__unit_at(s, unit) };
