@@ -352,7 +352,6 @@ static mt_status engine_stop(mt_engine *e)
     mt_file_close(e->file);
     mt_pool_close(e->disk_pool);
     mt_resident_close(e->cx.residents);
-    mt_arrive_close(e->cx.arrive);
     mt_through_close(e->cx.through);
     mt_swap_close(e->swap);
     mt_file_close(e->swap_file);

@@ -499,7 +499,6 @@ typedef struct engine_stats {
     mt_stream_stats      s;
     mt_resident_stats    r;
     mt_through_stats     t;
-    mt_arrive_stats      a;
     mt_disk_stats        d;
     mt_swap_stats        w;
     uint64_t             d2h_bytes, update_ns, lost;
@@ -510,13 +509,10 @@ static mt_status look(mt_engine *e, engine_stats *out)
     out->r = mt_resident_stats_get(e->cx.residents);
     if (e->cx.through != NULL)
         out->t = mt_through_stats_get(e->cx.through);
-    if (e->cx.arrive != NULL)
-        out->a = mt_arrive_stats_get(e->cx.arrive);
     if (e->cx.disk != NULL)
         out->d = mt_disk_stats_get(e->cx.disk);
     out->w = mt_swap_stats_get(e->swap);
-    out->d2h_bytes = mt_offload_d2h_bytes(e->offload) + out->r.d2h_bytes + out->t.d2h_bytes +
-                     out->a.d2h_bytes;
+    out->d2h_bytes = mt_offload_d2h_bytes(e->offload) + out->r.d2h_bytes + out->t.d2h_bytes;
     out->update_ns = mt_update_busy_ns(e->updater);
     out->lost = mt_timeline_lost(e->cx.timeline);
     return MT_OK;
@@ -540,7 +536,7 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *Py_UNUSED(unused))
                          "rebuilds", (long long)n.s.rebuilds,
                          "gathers", (long long)n.s.gathers,
                          "h2d_bytes", (unsigned long long)(n.s.h2d_bytes + n.r.h2d_bytes
-                                                           + n.t.h2d_bytes + n.a.h2d_bytes),
+                                                           + n.t.h2d_bytes),
                          "await_ns", (unsigned long long)n.s.await_ns,
                          "d2h_bytes", (unsigned long long)n.d2h_bytes,
                          "update_ns", (unsigned long long)n.update_ns,

@@ -395,14 +395,10 @@ PyObject *mt_engine_through(PyObject *self, PyObject *args)
 
 PyObject *mt_engine_invite(PyObject *self, PyObject *args)
 {
-    int        unit;
-    mt_arrive *made;
-    mt_status  st = MT_OK;
+    int unit;
 
     MT_ENGINE(e, "O&:invite", mt_as_unit, &unit);
-    if (e->cx.arrive == NULL)
-        st = mt_arrive_open(&e->cx, &made);
-    return mt_engine_done(e, st == MT_OK ? mt_arrive_invite(e->cx.arrive, unit) : st);
+    return mt_engine_done(e, mt_arrive_invite(e->cx.residents, unit));
 }
 
 PyObject *mt_engine_dismiss(PyObject *self, PyObject *args)
@@ -410,14 +406,14 @@ PyObject *mt_engine_dismiss(PyObject *self, PyObject *args)
     int unit;
 
     MT_ENGINE(e, "O&:dismiss", mt_as_unit, &unit);
-    return mt_engine_done(e, e->cx.arrive != NULL && mt_arrive_invited(e->cx.arrive, unit)
-                             ? mt_arrive_dismiss(e->cx.arrive, unit) : MT_OK);
+    return mt_engine_done(e, mt_arrive_invited(e->cx.residents, unit)
+                             ? mt_arrive_dismiss(e->cx.residents, unit) : MT_OK);
 }
 
 /* 0, or -1 with an exception: the unit is no guest. */
 static int is_guest(mt_engine *e, int unit)
 {
-    if (e->cx.arrive != NULL && mt_arrive_invited(e->cx.arrive, unit))
+    if (mt_arrive_invited(e->cx.residents, unit))
         return 0;
     PyErr_Format(e->error, "unit %d (%s): its states do not come and leave; invite() it first",
                  unit, mt_store_name(e->cx.store, unit));
@@ -434,7 +430,7 @@ PyObject *mt_engine_lift_sizes(PyObject *self, PyObject *args)
     MT_ENGINE(e, "O&:lift_sizes", mt_as_unit, &unit);
     if (is_guest(e, unit) < 0)
         return NULL;
-    if ((st = mt_arrive_sizes(e->cx.arrive, unit, PIECE_BYTES, &bytes, &n)) != MT_OK)
+    if ((st = mt_arrive_sizes(e->cx.residents, unit, PIECE_BYTES, &bytes, &n)) != MT_OK)
         return mt_raise(e->error, st);
     out = mt_tuple_of(bytes, n);
     free(bytes);
@@ -463,7 +459,7 @@ PyObject *mt_engine_lift(PyObject *self, PyObject *args)
     if (mem == NULL)
         return NULL;
     /* Host planes are made with the first stay: gigabytes, so not under the GIL. */
-    MT_UNLOCKED(e, st, mt_arrive_lift(e->cx.arrive, unit, PIECE_BYTES, mem, n, run, &taken));
+    MT_UNLOCKED(e, st, mt_arrive_lift(e->cx.residents, unit, PIECE_BYTES, mem, n, run, &taken));
     free(mem);
     return st == MT_OK ? PyBool_FromLong(taken) : mt_raise(e->error, st);
 }
@@ -476,7 +472,7 @@ PyObject *mt_engine_leave(PyObject *self, PyObject *args)
     MT_ENGINE(e, "O&p:leave", mt_as_unit, &unit, &wait);
     if (is_guest(e, unit) < 0)
         return NULL;
-    MT_UNLOCKED(e, st, mt_arrive_leave(e->cx.arrive, unit, wait, &left));
+    MT_UNLOCKED(e, st, mt_arrive_leave(e->cx.residents, unit, wait, &left));
     return st == MT_OK ? PyBool_FromLong(left) : mt_raise(e->error, st);
 }
 

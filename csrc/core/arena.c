@@ -63,29 +63,25 @@ static void touch_page(char *at)
     (void)__atomic_fetch_or(at, 0, __ATOMIC_RELAXED);
 }
 
-/* The kernel makes huge pages of what may be one, whatever it does by itself with shared memory: of
- * blocks that begin here and end before `end`, once a page of each is there. That page says on
- * which node of memory. Pages take turns among nodes (numa.h), and so do blocks where the page is
- * five further in each: 512 + 5 has no factor in common with numbers of nodes. */
-static void collapse(char *from, const char *to, const char *end, size_t page)
-{
-    char *first = from + (-(uintptr_t)from & (HUGE_BYTES - 1)), *at = first;
-
-    for (; at < to && at + HUGE_BYTES <= end; at += HUGE_BYTES)
-        touch_page(at + (uintptr_t)at / HUGE_BYTES * 5 % (HUGE_BYTES / page) * page);
-    if (at > first)
-        (void)madvise(first, (size_t)(at - first), MADV_COLLAPSE);
-}
-
 /* Pool threads; each page is written by one of them. */
 static void touch_chunk(void *arg, int64_t chunk)
 {
     const touch_job *job = arg;
     size_t           at = (size_t)chunk * CHUNK_BYTES;
     size_t           end = job->bytes - at < CHUNK_BYTES ? job->bytes : at + CHUNK_BYTES;
+    char            *first = job->base + at + (-(uintptr_t)(job->base + at) & (HUGE_BYTES - 1));
+    char            *huge = first;
 
-    if (job->shared && HUGE_BYTES % job->page == 0)
-        collapse(job->base + at, job->base + end, job->base + job->bytes, job->page);
+    /* The kernel makes huge pages of what may be one, whatever it does by itself with shared
+     * memory: of blocks that begin in this chunk and end in the arena, once a page of each is
+     * there. That page says on which node of memory. Pages take turns among nodes (numa.h), and so
+     * do blocks where the page is five further in each: 512 + 5 has no factor in common with
+     * numbers of nodes. */
+    for (; job->shared && HUGE_BYTES % job->page == 0 && huge < job->base + end &&
+           huge + HUGE_BYTES <= job->base + job->bytes; huge += HUGE_BYTES)
+        touch_page(huge + (uintptr_t)huge / HUGE_BYTES * 5 % (HUGE_BYTES / job->page) * job->page);
+    if (huge > first)
+        (void)madvise(first, (size_t)(huge - first), MADV_COLLAPSE);
     for (; at < end; at += job->page)
         touch_page(job->base + at);
 }
@@ -125,7 +121,7 @@ static mt_status map_reserved(mt_arena *a, size_t bytes, int flags, const mt_ran
         made.n_alone = whole;
         mt_forks_private(made.base, whole);
         if (!own)
-            (void)mt_numa_spread(made.base, whole);     /* these two are wishes: else just slower */
+            (void)mt_numa_place(made.base, whole, 0);   /* these two are wishes: else just slower */
         if (huge)
             (void)madvise(made.base, whole, MADV_HUGEPAGE);
     }
@@ -162,7 +158,7 @@ void mt_arena_keep(mt_arena *a, size_t from, size_t bytes)
     a->alone = begin;
     a->n_alone = end > begin ? end - begin : 0;
     if (a->shared && a->n_alone > 0 && a->kept < a->bytes)      /* the rest is others' */
-        (void)mt_numa_local((char *)a->base + a->alone, a->n_alone);
+        (void)mt_numa_place((char *)a->base + a->alone, a->n_alone, 1);
 }
 
 /* The first byte that is, or would be, committed. */

@@ -23,7 +23,7 @@ enum {
     MT_EDGE_UPDATED = 16, MT_EDGE_STEPPED = 32, MT_EDGE_ASKED = 64, MT_EDGE_SPENT = 128,
     MT_EDGE_VACANT = 256, MT_EDGE_LIFTED = 512, MT_EDGE_MADE = 1024, MT_EDGE_STORED = 2048,
     MT_EDGE_FETCHED = 4096,
-    MT_EDGE_MOVED = 1 << 13, MT_EDGE_LOWERED = 1 << 14, MT_EDGE_RAISED = 1 << 15,    /* ferry.h */
+    MT_EDGE_MOVED = 1 << 13, MT_EDGE_LOWERED = 1 << 14, MT_EDGE_RAISED = 1 << 15,
     MT_EDGE_COMPUTED = 1 << 16, MT_EDGE_LEFT = 1 << 17, MT_EDGE_ROOM = 1 << 18,     /* swap.h */
     MT_EDGE_KEPT = 1 << 19, MT_EDGE_BACK = 1 << 20, MT_EDGE_EMPTIED = 1 << 21,
     MT_EDGE_FULL = 1 << 22, MT_EDGE_WRITTEN = 1 << 23, MT_EDGE_READ = 1 << 24,      /* swap.h */
@@ -44,7 +44,6 @@ typedef struct mt_context {
 
     struct mt_resident *residents;       /* this and those below are NULL while that room is not
                                           * open */
-    struct mt_arrive   *arrive;
     struct mt_through  *through;
     struct mt_disk     *disk;
     struct mt_feed     *feed;

@@ -342,45 +342,29 @@ static int with_states(const mt_layout *l, int from)
     return from;
 }
 
-static void step_on(mt_disk *d)
-{
-    const disk_unit *u = &d->units[d->next_unit];
-    const mt_layout *l = u->lay;
-
-    d->next_piece = with_states(l, d->next_piece + 1);
-    if (d->next_piece < l->n)
-        return;
-    d->next_unit = u->next;
-    l = d->units[d->next_unit].lay;
-    d->next_piece = l != NULL ? with_states(l, 0) : 0;
-    /* One that was never updated has nothing that could be read. */
-    if (l == NULL || d->next_piece == l->n)
-        d->next_unit = -1;
-}
-
 /* As far as there are free buffers. A piece that is still in one, not yet updated or not yet
  * written, stops it, or it would be updated in one and written from the other; and so does one that
  * is read for nobody any more. The end of that calls again. */
 static void ahead_of_updates(mt_disk *d)
 {
-    buffer *b;
+    const mt_layout *l;
+    buffer          *b;
 
     while (d->next_unit >= 0 && !d->units[d->next_unit].held &&
            find(d, UPDATES, IN_USE, d->next_unit, d->next_piece) == NULL &&
            !is_under_way(d, d->next_unit, d->next_piece, 0) &&
            (b = find(d, UPDATES, IS(FREE), -1, -1)) != NULL) {
-        put(b, d->units[d->next_unit].lay, d->next_piece, ALL_SECTIONS, 0, READY);
-        step_on(d);
+        l = d->units[d->next_unit].lay;
+        put(b, l, d->next_piece, ALL_SECTIONS, 0, READY);
+        if ((d->next_piece = with_states(l, d->next_piece + 1)) < l->n)
+            continue;
+        d->next_unit = d->units[d->next_unit].next;
+        l = d->units[d->next_unit].lay;
+        d->next_piece = l != NULL ? with_states(l, 0) : 0;
+        /* One that was never updated has nothing that could be read. */
+        if (l == NULL || d->next_piece == l->n)
+            d->next_unit = -1;
     }
-}
-
-static int is_expected(const mt_feed *f, int unit)
-{
-    int i = 0;
-
-    while (i < f->n_expected && f->expected[i] != unit)
-        i++;
-    return i < f->n_expected;
 }
 
 /* A buffer for a piece of the unit: an empty one, or one whose weights nobody expects any more.
@@ -392,10 +376,13 @@ static buffer *find_room(const mt_feed *f, int unit)
 
     for (int i = 0; k == NULL && i < r->n; i++) {
         buffer *b = r->buffers[i];
+        int     e = unit == f->unit ? f->n_expected : 0;
 
-        if (b->at == READY && unit_of(b) != f->unit &&
-            (unit == f->unit || !is_expected(f, unit_of(b))))
-            k = b;
+        if (b->at != READY || unit_of(b) == f->unit)
+            continue;
+        while (e < f->n_expected && f->expected[e] != unit_of(b))
+            e++;
+        k = e == f->n_expected ? b : NULL;
     }
     return k;
 }
@@ -538,26 +525,6 @@ static mt_status update_pieces(mt_disk *d, const mt_layout *l, const mt_update *
     return st;
 }
 
-/* Parameters that came after the unit's layout was made have all states in memory. Where there is
- * nothing else the first one's record has the unit's bytes. */
-static mt_status update_late(mt_disk *d, const mt_layout *l, const mt_update *b)
-{
-    uint64_t  bytes = last_wanted(l, &b->j) < 0 ? b->j.bytes : 0;
-    mt_status st = MT_OK;
-
-    for (int i = 0; i < b->j.n_params && st == MT_OK; i++) {
-        int     p = b->j.params[i];
-        mt_part own = { .param = p };
-
-        own.n = mt_store_owned(d->store, b->j.unit, p, &own.from);
-        if (l->planes[p] != 0 || own.n == 0)
-            continue;
-        st = compute(d, b, &own, 1, bytes);
-        bytes = 0;
-    }
-    return st;
-}
-
 /* Behind the door. Its layout, its place in the order, and then FED. */
 static mt_status begin_update(mt_disk *d, const mt_update_job *j, mt_layout **l)
 {
@@ -589,6 +556,7 @@ static mt_status update(mt_disk *d, const mt_update *b)
 {
     mt_part   *parts MT_FREED = NULL;
     mt_layout *l;
+    uint64_t   bytes;
     mt_status  st;
 
     MT_DO(mt_ledger_check(d->store));
@@ -600,7 +568,19 @@ static mt_status update(mt_disk *d, const mt_update *b)
     MT_DO(st);
     MT_DO(MT_MAKE(parts, l->cut->most, mt_store_name(d->store, b->j.unit)));
     MT_DO(update_pieces(d, l, b, parts));
-    return update_late(d, l, b);
+    /* Parameters that came after the unit's layout was made have all states in memory. Where there
+     * is nothing else the first one's record has the unit's bytes. */
+    bytes = last_wanted(l, &b->j) < 0 ? b->j.bytes : 0;
+    for (int i = 0; i < b->j.n_params; i++) {
+        mt_part own = { .param = b->j.params[i] };
+
+        own.n = mt_store_owned(d->store, b->j.unit, own.param, &own.from);
+        if (l->planes[own.param] != 0 || own.n == 0)
+            continue;
+        MT_DO(compute(d, b, &own, 1, bytes));
+        bytes = 0;
+    }
+    return MT_OK;
 }
 
 static mt_status carry_out(void *arg, mt_job *node)
@@ -617,11 +597,6 @@ static mt_status carry_out(void *arg, mt_job *node)
 }
 
 /* ---- the home: updates -------------------------------------------------------------------- */
-
-static int home_fits(const mt_update_job *j)
-{
-    return j->pieces != NULL;
-}
 
 static mt_status home_update(void *arg, mt_update *u)
 {
@@ -728,26 +703,8 @@ static int concerns(const visit *v, int param, unsigned planes, int write)
     return 0;
 }
 
-/* What else is in a section that is written stays; where all of it is, it is not read first. */
-static mt_status do_section(visit *v, int param, unsigned planes, int write)
-{
-    int all = write && param < 0 && v->section == MT_SECTION_WEIGHTS;
-
-    planes &= v->section == MT_SECTION_WEIGHTS ? HI : ~HI;
-    if (planes == 0 || v->l->pieces[v->piece].section[v->section].bytes == 0 ||
-        !concerns(v, param, planes, write))
-        return MT_OK;
-    MT_DO(take_buffer(v));
-    if (!all && !(v->k->lay == v->l && v->k->piece == v->piece &&
-                  v->k->sections == 1u << v->section))
-        MT_DO(move(v, 0));
-    MT_DO(copy(v, param, planes, write));
-    if (write)
-        MT_DO(move(v, 1));
-    return MT_OK;
-}
-
-/* param -1: all of the unit's. */
+/* param -1: all of the unit's. What else is in a section that is written stays; where all of it is,
+ * it is not read first. */
 static mt_status visit_all(mt_disk *d, const mt_layout *l, int param, unsigned planes, int write)
 {
     visit     v = { .d = d, .l = l };
@@ -755,9 +712,23 @@ static mt_status visit_all(mt_disk *d, const mt_layout *l, int param, unsigned p
 
     MT_DO(MT_MAKE(v.parts, l->cut->most, mt_store_name(d->store, l->unit)));
     planes &= param < 0 ? planes : l->planes[param];
-    for (; v.piece < l->n && planes != 0 && st == MT_OK; v.piece++)
-        for (v.section = 0; v.section < MT_SECTIONS && st == MT_OK; v.section++)
-            st = do_section(&v, param, planes, write);
+    for (; v.piece < l->n && planes != 0; v.piece++)
+        for (v.section = 0; v.section < MT_SECTIONS; v.section++) {
+            unsigned of = planes & (v.section == MT_SECTION_WEIGHTS ? HI : ~HI);
+            int      all = write && param < 0 && v.section == MT_SECTION_WEIGHTS;
+
+            if (of == 0 || l->pieces[v.piece].section[v.section].bytes == 0 ||
+                !concerns(&v, param, of, write))
+                continue;
+            MT_TRY(take_buffer(&v));
+            if (!all && !(v.k->lay == l && v.k->piece == v.piece &&
+                          v.k->sections == 1u << v.section))
+                MT_TRY(move(&v, 0));
+            MT_TRY(copy(&v, param, of, write));
+            if (write)
+                MT_TRY(move(&v, 1));
+        }
+fail:
     if (v.k != NULL) {
         mt_lock(&d->mu);
         if (st == MT_OK)
@@ -801,7 +772,7 @@ static mt_status home_store(void *arg, int u, int param, unsigned planes)
 }
 
 #define IS_ON_DISK                                                                                \
-    .from = &mt_home_ram, .load = home_load, .store = home_store, .fits = home_fits,              \
+    .from = &mt_home_ram, .load = home_load, .store = home_store, .by = MT_BY_PIECES,             \
     .update = home_update, .turn = 1, .drain = home_drain
 
 const mt_home mt_home_disk = {
@@ -886,24 +857,6 @@ static mt_status take_load(mt_feed *f, buffer **out)
     return MT_OK;
 }
 
-/* From here on the buffer's event is that of this copy. */
-static mt_status put_copy(mt_disk *d, const mt_layout *l, int piece, buffer *k, char *mem,
-                          mt_queue *h2d)
-{
-    const mt_dev_ops *ops = d->cx->dev->ops;
-    size_t            bytes = l->cut->piece[piece].hi_bytes;
-    mt_span           span;
-    mt_status         st;
-
-    mt_timeline_begin(d->cx->timeline, &span, MT_LANE_H2D, MT_WORK_FETCH, l->unit, h2d);
-    if ((st = ops->copy(h2d, mem + l->pieces[piece].hi_at, k->memory.base, bytes)) == MT_OK) {
-        mt_timeline_end(d->cx->timeline, &span, bytes, h2d);
-        st = ops->record(h2d, k->copied);
-    }
-    MT_WITH(&d->mu) become(k, COPYING);
-    return st;
-}
-
 /* unit -1: none. Yields its layout; NULL: nothing of it was asked for yet. */
 static const mt_layout *aim(mt_feed *f, int unit, int begun)
 {
@@ -928,15 +881,25 @@ mt_status mt_feed_copy(mt_feed *f, int unit, void *mem, mt_queue *h2d)
 {
     const mt_layout *l = aim(f, unit, 1);
     buffer          *k;
+    mt_span          span;
     mt_status        st = MT_OK;
 
     if (l == NULL)
         return MT_FAIL(MT_ESTATE,
                        "unit %s: its weights were never written to disk; push them first",
                        mt_store_name(f->d->store, unit));
-    for (int i = 0; i < l->n && st == MT_OK; i++)
-        if ((st = take_load(f, &k)) == MT_OK)
-            st = put_copy(f->d, l, i, k, mem, h2d);
+    for (int i = 0; i < l->n && (st = take_load(f, &k)) == MT_OK; i++) {
+        size_t bytes = l->cut->piece[i].hi_bytes;
+
+        mt_timeline_begin(f->d->cx->timeline, &span, MT_LANE_H2D, MT_WORK_FETCH, unit, h2d);
+        st = h2d->dev->ops->copy(h2d, (char *)mem + l->pieces[i].hi_at, k->memory.base, bytes);
+        mt_timeline_end(f->d->cx->timeline, &span, bytes, h2d);
+        if (st == MT_OK)                 /* from here on the buffer's event is that of this copy */
+            st = h2d->dev->ops->record(h2d, k->copied);
+        MT_WITH(&f->d->mu) become(k, COPYING);
+        if (st != MT_OK)
+            break;
+    }
     (void)aim(f, -1, 0);
     return st;
 }

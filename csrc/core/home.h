@@ -86,7 +86,7 @@ struct mt_home {
     unsigned       away;         /* planes that it keeps: host memory mirrors them (mirror.h) */
     unsigned       later;        /* of those: planes in a slot, stored when that is used next. In a
                                   * share their host memory stays, and is registered: the ferry
-                                  * keeps it current (ferry.h) */
+                                  * keeps it current */
     unsigned       stays;        /* of those: planes whose host memory is never given back */
     unsigned       visit;        /* planes that the host keeps, and the device has around an
                                   * update */
@@ -114,11 +114,11 @@ struct mt_home {
     mt_status (*at)  (void *of, int unit, int param, mt_plane p, void **out);
     mt_status (*come)(void *of, int unit, const int *params, int n, mt_queue *d2h);
 
-    /* Updates. fits: the job has what it takes. update: its gradients are whole; the home ends it,
-     * also on failure, by mt_update_over. NULL: the updater does all that. stepped: waits until
-     * updates of this step are over; drain: until all are; either may be NULL. turn: where a norm
-     * is known before, jobs of a smaller one go first. */
-    int       (*fits)   (const mt_update_job *j);
+    /* Updates. by: which of the job's functions makes them. update: its gradients are whole; the
+     * home ends it, also on failure, by mt_update_over. NULL: the updater does all that. stepped:
+     * waits until updates of this step are over; drain: until all are; either may be NULL. turn:
+     * where a norm is known before, jobs of a smaller one go first. */
+    enum { MT_BY_RUN, MT_BY_PUT, MT_BY_COMPUTE, MT_BY_PIECES } by;
     mt_status (*update) (void *of, mt_update *u);
     int         turn;
     mt_status (*stepped)(void *of);

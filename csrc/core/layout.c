@@ -8,59 +8,43 @@
 
 /* ---- made ------------------------------------------------------------------------------- */
 
-/* In which the parameter has something. */
-static mt_status planes_of(mt_store *s, int unit, int param, int made, unsigned *out)
-{
-    const mt_param_desc *desc = mt_store_desc(s, unit, param);
-    unsigned             away = mt_store_home(s, unit, NULL)->away, planes = 0;
-
-    for (int p = 0; p < MT_PLANE_COUNT && desc->numel > 0; p++) {
-        int in = mt_store_trainable(s, unit, param) || p == MT_PLANE_HI;
-
-        if (!(away >> p & 1) || mt_store_plane_bytes(s, unit, param, (mt_plane)p, 1) == 0)
-            continue;
-        if (made)
-            MT_DO(mt_store_in_arena(s, unit, param, (mt_plane)p, &in));
-        planes |= in ? 1u << p : 0;
-    }
-    *out = planes;
-    return MT_OK;
-}
-
-static mt_status open_piece(mt_layout *l, int number)
-{
-    const mt_piece   *whole = &l->cut->piece[number];
-    const mt_stretch *first = &l->cut->part[whole->first];
-    mt_layout_piece  *c = &l->pieces[number];
-
-    c->hi_at = mt_store_offset(l->store, l->unit, first->param) +
-               mt_store_plane_bytes(l->store, l->unit, first->param, MT_PLANE_HI, first->from);
-    c->section[MT_SECTION_WEIGHTS].bytes = c->section[MT_SECTION_STATES].from = whole->weights;
-    c->section[MT_SECTION_STATES].bytes = whole->bytes - whole->weights;
-    l->bytes += whole->bytes;
-    l->most_weights = whole->weights > l->most_weights ? whole->weights : l->most_weights;
-    for (int k = 0; k < MT_SECTIONS; k++)
-        MT_DO(MT_MAKE(c->section[k].sums, (int64_t)mt_block_count(c->section[k].bytes),
-                      mt_store_name(l->store, l->unit)));
-    return MT_OK;
-}
-
 mt_status mt_layout_make(mt_store *s, int unit, size_t bytes, int made, mt_layout **out)
 {
     int         params = mt_store_params(s, unit);
     const char *name = mt_store_name(s, unit);
     mt_layout  *l MT_CLOSED(mt_layout_free) = NULL;
+    mt_layout_piece *c;
 
     MT_DO(MT_MAKE(l, 1, name));
     *l = (mt_layout){ .store = s, .unit = unit };
     MT_DO(MT_MAKE(l->planes, params, name));
     for (int i = 0; i < params; i++)
-        MT_DO(planes_of(s, unit, i, made, &l->planes[i]));
+        for (int p = 0; p < MT_PLANE_COUNT && mt_store_desc(s, unit, i)->numel > 0; p++) {
+            int in = mt_store_trainable(s, unit, i) || p == MT_PLANE_HI;
+
+            if (!(mt_store_home(s, unit, NULL)->away >> p & 1) ||
+                mt_store_plane_bytes(s, unit, i, (mt_plane)p, 1) == 0)
+                continue;
+            if (made)
+                MT_DO(mt_store_in_arena(s, unit, i, (mt_plane)p, &in));
+            l->planes[i] |= in ? 1u << p : 0;
+        }
     MT_DO(mt_pieces_cut(s, unit, &(mt_cut){ l->planes, bytes, MT_BLOCK_ALIGN, MT_LAYOUT_GRAIN, 0,
                                            mt_store_align(s, unit) }, &l->cut));
     MT_DO(MT_MAKE(l->pieces, l->cut->n, name));
-    for (; l->n < l->cut->n; l->n++)
-        MT_DO(open_piece(l, l->n));
+    for (l->n = l->cut->n, c = l->pieces; c < l->pieces + l->n; c++) {
+        const mt_piece   *whole = &l->cut->piece[c - l->pieces];
+        const mt_stretch *first = &l->cut->part[whole->first];
+
+        c->hi_at = mt_store_offset(s, unit, first->param) +
+                   mt_store_plane_bytes(s, unit, first->param, MT_PLANE_HI, first->from);
+        c->section[MT_SECTION_WEIGHTS].bytes = c->section[MT_SECTION_STATES].from = whole->weights;
+        c->section[MT_SECTION_STATES].bytes = whole->bytes - whole->weights;
+        l->bytes += whole->bytes;
+        l->most_weights = whole->weights > l->most_weights ? whole->weights : l->most_weights;
+        for (int k = 0; k < MT_SECTIONS; k++)
+            MT_DO(MT_MAKE(c->section[k].sums, (int64_t)mt_block_count(c->section[k].bytes), name));
+    }
     *out = MT_KEEP(l);
     return MT_OK;
 }
@@ -129,37 +113,27 @@ static const mt_stretch *found_at(const mt_layout *l, int piece, size_t offset, 
     return found;
 }
 
-/* What lies in the block that begins there: the first and the last. A block is of one section. */
-static void whose(const mt_layout *l, int piece, uint64_t at, char *out, size_t cap)
-{
-    const mt_layout_piece *c = &l->pieces[piece];
-    const mt_section      *states = &c->section[MT_SECTION_STATES];
-    size_t                 offset = (size_t)(at - c->at), end = states->from;
-    mt_plane               from = MT_PLANE_HI, to = MT_PLANE_HI;
-    const mt_stretch      *first = found_at(l, piece, offset, &from), *last;
-    const char            *name = mt_store_name(l->store, l->unit);
-
-    if (offset >= states->from)
-        end += states->bytes;
-    last = found_at(l, piece, (end - offset < MT_BLOCK_BYTES ? end : offset + MT_BLOCK_BYTES) - 1,
-                    &to);
-    if (first == last && from == to)
-        snprintf(out, cap, "unit %s, plane %s of parameter %d", name, mt_plane_name(from),
-                 first->param);
-    else
-        snprintf(out, cap, "unit %s, from plane %s of parameter %d to plane %s of parameter %d",
-                 name, mt_plane_name(from), first->param, mt_plane_name(to), last->param);
-}
-
 void mt_layout_tell(const mt_layout *l, int piece, const mt_request *r)
 {
-    char lost[320];
+    const mt_section *states = &l->pieces[piece].section[MT_SECTION_STATES];
+    size_t            offset = (size_t)(r->bad_at - l->pieces[piece].at), end = states->from;
+    mt_plane          from = MT_PLANE_HI, to = MT_PLANE_HI;
+    const mt_stretch *first, *last;
+    char              until[80] = "";
 
     if (r->st == MT_OK)
         return;
-    whose(l, piece, r->bad_at, lost, sizeof lost);
-    (void)MT_FAIL(r->st, "%s: %s; the run cannot go on: make the model again, stream it, and load "
-                  "the last checkpoint",
-                  lost, r->text);
+    /* What lies in the block that begins there: the first and the last; it is of one section. */
+    end += offset >= states->from ? states->bytes : 0;
+    first = found_at(l, piece, offset, &from);
+    last = found_at(l, piece, (end - offset < MT_BLOCK_BYTES ? end : offset + MT_BLOCK_BYTES) - 1,
+                    &to);
+    if (first != last || from != to)
+        snprintf(until, sizeof until, " to plane %s of parameter %d", mt_plane_name(to),
+                 last->param);
+    (void)MT_FAIL(r->st, "unit %s, %splane %s of parameter %d%s: %s; the run cannot go on: make "
+                  "the model again, stream it, and load the last checkpoint",
+                  mt_store_name(l->store, l->unit), until[0] != '\0' ? "from " : "",
+                  mt_plane_name(from), first->param, until, r->text);
     mt_ledger_fault(l->store, r->st, mt_last_error());
 }

@@ -59,28 +59,6 @@ static void assert_lent(const mt_store *s)
     }
 }
 
-/* Under map_mu. A free one, else the one that was lent first. A buffer is at most twice as large as
- * needed: the embedding's does not serve a layer. *n: there are so many of that size on that side.
- */
-static int choose(const mt_store *s, int side, size_t bytes, int *n)
-{
-    int found = -1;
-
-    *n = 0;
-    for (int k = 0; k < s->n_lent; k++) {
-        const struct mt__lent *b = &s->lent[k];
-
-        if (b->arena.on_device != (side == MT__DEVICE) || b->arena.bytes < bytes ||
-            b->arena.bytes / 2 > at_least(bytes))
-            continue;
-        *n += 1;
-        if (found < 0 || (s->lent[found].unit >= 0 &&
-                          (b->unit < 0 || b->number < s->lent[found].number)))
-            found = k;
-    }
-    return found;
-}
-
 /* Under map_mu, which is let go of while the memory is made. Hand-overs come one at a time, so
  * nobody makes another. */
 static mt_status make(mt_store *s, int side, size_t bytes, int *k)
@@ -114,16 +92,27 @@ static mt_status try_to_lend(mt_store *s, mt__unit *u, size_t *offset, size_t by
                              uint64_t *number)
 {
     mt__plane *pl = plane_of(u);
-    int        k, n;
+    int        k = -1, side = side_of(u), n = 0;     /* n: of that size, on that side */
     mt_status  st = MT_OK;
 
     *holder = -1;
     mt_lock(&pl->making);
     mt_lock(&s->map_mu);
     assert_lent(s);
-    k = choose(s, side_of(u), bytes, &n);
+    /* A free one, else the one that was lent first. A buffer is at most twice as large as needed:
+     * the embedding's does not serve a layer. */
+    for (int i = 0; i < s->n_lent; i++) {
+        const struct mt__lent *b = &s->lent[i];
+
+        if (b->arena.on_device != (side == MT__DEVICE) || b->arena.bytes < bytes ||
+            b->arena.bytes / 2 > at_least(bytes))
+            continue;
+        n++;
+        if (k < 0 || (s->lent[k].unit >= 0 && (b->unit < 0 || b->number < s->lent[k].number)))
+            k = i;
+    }
     if ((k < 0 || s->lent[k].unit >= 0) && n < s->most_lent)
-        MT_TRY(make(s, side_of(u), bytes, &k));
+        MT_TRY(make(s, side, bytes, &k));
     *holder = s->lent[k].unit;
     *number = s->lent[k].number;
     if (*holder < 0) {

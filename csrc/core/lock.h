@@ -46,7 +46,6 @@
     X(THROUGH, "updates that wait for buffers on the device")                                      \
     X(SERVING, "another rank is served what it asked for; held as long as copies take")            \
     X(RESIDENT, "settled units; held around puts, so while a full queue is waited for")            \
-    X(ARRIVE, "stays of guests; held around puts too")                                             \
     X(DISK, "pieces of units on disk, whose buffers they are in, and the feed's")                  \
     X(SHARDS, "a save's blocks, and whose shares are in them")                                     \
     X(READING, "the next block of a file that is read by several threads")                         \

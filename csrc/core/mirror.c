@@ -47,14 +47,6 @@ static unsigned char *copy_at(const mt__unit *u, int p, int param)
     return &u->mirror.copies[p * u->shape.n + param];
 }
 
-/* A plane that has nothing for a parameter's type stays EMPTY. */
-static int has_bytes(const mt__unit *u, int p, int param)
-{
-    const mt_param_desc *d = &u->shape.desc[param];
-
-    return mt_plane_bytes((mt_plane)p, d->dtype, (mt_states)atomic_load(&u->states), d->numel) > 0;
-}
-
 static const mt_home *home_of(const mt__unit *u)
 {
     return atomic_load(&u->home);
@@ -73,10 +65,13 @@ static void tell(mt__unit *u, int param, unsigned planes, mt_mirror_event e)
     planes &= planes_of(u);
     FOR_COPIES(u, param, planes, p, i) {
         unsigned char *c = copy_at(u, p, i), next = table[*c][e];
+        const mt_param_desc *d = &u->shape.desc[i];
 
         MT_ASSERT(next != MT_MIRROR_NEVER);
+        /* A plane that has nothing for a parameter's type stays EMPTY. */
         if (next != MT_MIRROR_NEVER && next != *c &&
-            (*c != MT_MIRROR_EMPTY || has_bytes(u, p, i)))
+            (*c != MT_MIRROR_EMPTY || mt_plane_bytes((mt_plane)p, d->dtype,
+                                          (mt_states)atomic_load(&u->states), d->numel) > 0))
             *c = next;
     }
     if (e == MT_MIRROR_CHANGED)
@@ -256,15 +251,6 @@ void mt_mirror_leave(mt_store *s, int unit)
 
 _Static_assert(MT_PLANE_COUNT <= MT_BOARD_PLANES, "a word for each plane");
 
-/* This rank's portion is gone, so not all is here. */
-static void forget_word(const mt__unit *u, int p)
-{
-    uint64_t is = atomic_load(mt_board_plane(&u->board, p));
-
-    if (!(is & BUSY))
-        (void)atomic_compare_exchange_strong(mt_board_plane(&u->board, p), &is, 0);
-}
-
 void mt__mirror_lacks(mt_store *s, int unit, unsigned planes)
 {
     for (int p = 0; p < MT_PLANE_COUNT; p++)
@@ -287,8 +273,10 @@ void mt_mirror_drop(mt_store *s, int unit, unsigned planes)
     mt_unlock(&s->mirror_mu);
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         if (planes >> p & 1) {
-            if (u->shared)
-                forget_word(u, p);
+            uint64_t is = u->shared ? atomic_load(mt_board_plane(&u->board, p)) : BUSY;
+
+            if (!(is & BUSY))            /* this rank's portion is gone, so not all is here */
+                (void)atomic_compare_exchange_strong(mt_board_plane(&u->board, p), &is, 0);
             mt_store_decommit(s, unit, (mt_plane)p);
         }
 }
@@ -397,49 +385,6 @@ static void set_words(const others *a, int here)
         if (a->mine >> p & 1)
             atomic_store(mt_board_plane(&a->u->board, p), here ? a->want[p] : 0);
     mt_share_stir(a->s->share);
-}
-
-/* Without the door: the others may be asking for the same. On one machine they may have newer
- * values of what is at home elsewhere, but for what is stored later. On several each machine has
- * the portions of its own ranks alone, but of weights, which are whole everywhere. */
-static mt_status bring_others(mt_store *s, int unit, unsigned planes, int claims)
-{
-    others             a = { .s = s, .u = mt__unit_at(s, unit) };
-    const struct mt__account *c = &a.u->account;
-    mt_status          st;
-
-    mt_lock(&s->mirror_mu);
-    a.planes = which(a.u, -1, planes, ~IS(EMPTY));
-    if (a.u->mirror.copies != NULL)
-        a.planes |= planes & home_of(a.u)->visit;
-    if (mt_share_is_apart(s->share))
-        a.planes = (a.planes | (planes & ~planes_of(a.u))) & ~HI;
-    a.planes &= ~home_of(a.u)->later;
-    mt_unlock(&s->mirror_mu);
-    if (a.planes == 0)
-        return MT_OK;
-    MT_DO(wait_for(s, unit, a.planes));
-    mt_lock(&s->ledger.mu);
-    /* Hand-overs change gradients, and updates all else. What waits for a save to copy it has not
-     * changed yet. */
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        a.want[p] = (claims ? CLAIMED : 0) + STAMP * (1 + (GRADIENTS >> p & 1
-                        ? c->begun[MT_COUNT_LANDED] - (uint64_t)c->grads
-                        : c->begun[MT_COUNT_UPDATED] - (uint64_t)c->updates));
-    mt_unlock(&s->ledger.mu);
-    for (;;) {
-        a.mine = 0;
-        st = MT__LEDGER_UNTIL(s, are_here_or_ours(&a), a.u->name, "what another rank brings of it");
-        mt_lock(&s->ledger.mu);
-        s->ledger.bringing -= a.waits;       /* a fault, or a signal, ended the wait */
-        a.waits = 0;
-        mt_unlock(&s->ledger.mu);
-        if (st != MT_OK || a.mine == 0)
-            return st;
-        st = ask(s, unit, a.mine, claims);
-        set_words(&a, st == MT_OK);
-        MT_DO(st);
-    }
 }
 
 /* Other machines' portions of a parameter in a plane. */
@@ -563,18 +508,55 @@ mt_status mt__mirror_serve(mt_store *s, uint64_t about, int *gone)
     return planes != 0 ? bring_own(s, unit, planes, claims) : MT_OK;
 }
 
-/* all: the other ranks' portions too. */
+/* all: the other ranks' portions too, without the door, since they may be asking for the same. On
+ * one machine they may have newer values of what is at home elsewhere, but for what is stored
+ * later. On several each machine has the portions of its own ranks alone, but of weights, which are
+ * whole everywhere. */
 static mt_status bring(mt_store *s, int unit, unsigned planes, int claims, int all)
 {
-    unsigned own = kept(s, unit, planes);
+    others             a = { .s = s, .u = mt__unit_at(s, unit) };
+    const struct mt__account *c = &mt__unit_or_none(s, unit)->account;
+    unsigned           own = kept(s, unit, planes);
+    mt_status          st;
 
     if (own != 0) {
         MT_DO(wait_for(s, unit, own));
         MT_DO(bring_own(s, unit, own, claims));
     }
-    if (!all || s->share == NULL || mt__unit_at(s, unit) == NULL)
+    if (!all || s->share == NULL || a.u == NULL)
         return MT_OK;
-    return bring_others(s, unit, planes, claims);
+    mt_lock(&s->mirror_mu);
+    a.planes = which(a.u, -1, planes, ~IS(EMPTY));
+    if (a.u->mirror.copies != NULL)
+        a.planes |= planes & home_of(a.u)->visit;
+    if (mt_share_is_apart(s->share))
+        a.planes = (a.planes | (planes & ~planes_of(a.u))) & ~HI;
+    a.planes &= ~home_of(a.u)->later;
+    mt_unlock(&s->mirror_mu);
+    if (a.planes == 0)
+        return MT_OK;
+    MT_DO(wait_for(s, unit, a.planes));
+    mt_lock(&s->ledger.mu);
+    /* Hand-overs change gradients, and updates all else. What waits for a save to copy it has not
+     * changed yet. */
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        a.want[p] = (claims ? CLAIMED : 0) + STAMP * (1 + (GRADIENTS >> p & 1
+                        ? c->begun[MT_COUNT_LANDED] - (uint64_t)c->grads
+                        : c->begun[MT_COUNT_UPDATED] - (uint64_t)c->updates));
+    mt_unlock(&s->ledger.mu);
+    for (;;) {
+        a.mine = 0;
+        st = MT__LEDGER_UNTIL(s, are_here_or_ours(&a), a.u->name, "what another rank brings of it");
+        mt_lock(&s->ledger.mu);
+        s->ledger.bringing -= a.waits;       /* a fault, or a signal, ended the wait */
+        a.waits = 0;
+        mt_unlock(&s->ledger.mu);
+        if (st != MT_OK || a.mine == 0)
+            return st;
+        st = ask(s, unit, a.mine, claims);
+        set_words(&a, st == MT_OK);
+        MT_DO(st);
+    }
 }
 
 mt_status mt_mirror_bring_own(mt_store *s, int unit, unsigned planes)
@@ -655,13 +637,19 @@ static mt_status meet_evict(mt_store *s, int unit, int first)
     return st;
 }
 
-/* (1) and (2) of mirror.h. Nobody is asked while ranks meet: this is not to be done again. */
-static mt_status evict_with_all(mt_store *s, int unit)
+mt_status mt_mirror_evict(mt_store *s, int unit)
 {
     mt__unit    *u = mt__unit_at(s, unit);
-    mt_watch_ask asks = mt_watch_asks(NULL);
+    mt_watch_ask asks;
     mt_status    st, met;
 
+    MT_DO(mt_ledger_wait_saved(s, unit));
+    if (keeper(s, unit) == NULL)
+        return MT_OK;
+    if (s->share == NULL)
+        return drop(s, unit, 1);
+    /* (1) and (2) of mirror.h. Nobody is asked while ranks meet: this is not to be done again. */
+    asks = mt_watch_asks(NULL);
     if ((st = meet_evict(s, unit, 1)) == MT_OK) {
         u->mirror.all_evict = 1;
         st = drop(s, unit, 1);
@@ -671,14 +659,6 @@ static mt_status evict_with_all(mt_store *s, int unit)
     }
     (void)mt_watch_asks(asks);
     return st;
-}
-
-mt_status mt_mirror_evict(mt_store *s, int unit)
-{
-    MT_DO(mt_ledger_wait_saved(s, unit));
-    if (keeper(s, unit) == NULL)
-        return MT_OK;
-    return s->share != NULL ? evict_with_all(s, unit) : drop(s, unit, 1);
 }
 
 int mt_mirror_is_old(mt_store *s, int unit)

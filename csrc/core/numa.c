@@ -84,34 +84,22 @@ const mt_nodes *mt_nodes_here(void)
     return &here;
 }
 
-int mt__numa_spread(const mt_nodes *nodes, void *p, size_t bytes)
+int mt__numa_place(const mt_nodes *nodes, void *p, size_t bytes)
 {
     /* The kernel takes one bit less than it is told of. */
-    return syscall(SYS_mbind, p, bytes, MPOL_INTERLEAVE, nodes->bits,
-                   (unsigned long)MT_NODES + 1, 0u) == 0
-               ? 0 : errno;
+    unsigned long bits = nodes != NULL ? (unsigned long)MT_NODES + 1 : 0;
+
+    return syscall(SYS_mbind, p, bytes, nodes != NULL ? MPOL_INTERLEAVE : MPOL_LOCAL,
+                   nodes != NULL ? nodes->bits : NULL, bits, 0u) == 0 ? 0 : errno;
 }
 
-int mt__numa_local(void *p, size_t bytes)
-{
-    return syscall(SYS_mbind, p, bytes, MPOL_LOCAL, NULL, 0ul, 0u) == 0 ? 0 : errno;
-}
-
-/* There is a choice, and the user has made none. */
-static int is_ours(void)
+/* Where there is a choice, and the user has made none. */
+int mt_numa_place(void *p, size_t bytes, int local)
 {
     int mode = MPOL_DEFAULT;
 
-    return mt_nodes_here()->n > 1 &&
-           syscall(SYS_get_mempolicy, &mode, NULL, 0ul, NULL, 0ul) == 0 && mode == MPOL_DEFAULT;
-}
-
-int mt_numa_spread(void *p, size_t bytes)
-{
-    return is_ours() ? mt__numa_spread(mt_nodes_here(), p, bytes) : 0;
-}
-
-int mt_numa_local(void *p, size_t bytes)
-{
-    return is_ours() ? mt__numa_local(p, bytes) : 0;
+    if (mt_nodes_here()->n < 2 ||
+        syscall(SYS_get_mempolicy, &mode, NULL, 0ul, NULL, 0ul) != 0 || mode != MPOL_DEFAULT)
+        return 0;
+    return mt__numa_place(local ? NULL : mt_nodes_here(), p, bytes);
 }

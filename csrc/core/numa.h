@@ -28,11 +28,9 @@ const mt_nodes *mt_nodes_here(void);
  * tests bring their own. */
 void            mt__nodes_read(const char *sys, const char *status, mt_nodes *out);
 
-/* Before the first touch of [p, p + bytes), whole pages. 0, or why it was not done, as errno: then
- * the kernel chooses, as it does on one node. */
-int mt_numa_spread(void *p, size_t bytes);
-int mt_numa_local (void *p, size_t bytes);
-int mt__numa_spread(const mt_nodes *nodes, void *p, size_t bytes);
-int mt__numa_local (void *p, size_t bytes);
+/* Before the first touch of [p, p + bytes), whole pages: spread over the nodes, or local. 0, or why
+ * it was not done, as errno: then the kernel chooses, as it does on one node. nodes NULL: local. */
+int mt_numa_place (void *p, size_t bytes, int local);
+int mt__numa_place(const mt_nodes *nodes, void *p, size_t bytes);
 
 #endif

@@ -126,41 +126,34 @@ static int is_staged(const parcel *p)
     return p->item.mode == MT_GRAD_ADD && !p->settled;
 }
 
-static void add_up(mt_offload *o, const ticket *t)
-{
-    uint64_t added = 0;
-    mt_span  span = { 0 };
-
-    if (t->adds > 0)
-        mt_timeline_begin(o->timeline, &span, MT_LANE_SUM, MT_WORK_ADD, t->unit, NULL);
-    for (int i = 0; i < t->n; i++) {
-        const parcel *p = &t->parcels[i];
-
-        if (!is_staged(p) || p->n == 0)
-            continue;
-        if (p->changed != NULL)
-            memcpy(p->grad, p->changed, p->bytes);
-        o->kernels.accumulate(o->pool, p->dt, p->acc, p->grad, p->staged, p->n,
-                              p->from_grad, p->sum, p->chunks);
-        added += p->bytes;
-    }
-    mt_timeline_end(o->timeline, &span, added, NULL);
-}
-
 static mt_status collect(void *arg, mt_job *node)
 {
     mt_offload *o = arg;
     ticket     *t = (ticket *)(void *)node;
+    uint64_t    added = 0;
+    mt_span     span = { 0 };
     mt_status   st;
 
     assert_state(o);
     mt_unlock(&o->mu);
     st = mt_watch_sync(mt_store_watch(o->store), t->landed, mt_store_name(o->store, t->unit),
                        "its gradients' copies (the event LANDED)");
-    if (st == MT_OK)
-        add_up(o, t);
-    else
+    if (st != MT_OK)
         mt_ledger_fault(o->store, st, mt_last_error());
+    if (st == MT_OK && t->adds > 0)
+        mt_timeline_begin(o->timeline, &span, MT_LANE_SUM, MT_WORK_ADD, t->unit, NULL);
+    for (int i = 0; i < t->n && st == MT_OK; i++) {
+        const parcel *p = &t->parcels[i];
+
+        if (!is_staged(p) || p->n == 0)
+            continue;
+        if (p->changed != NULL)
+            memcpy(p->grad, p->changed, p->bytes);
+        o->kernels.accumulate(o->pool, p->dt, p->acc, p->grad, p->staged, p->n, p->from_grad,
+                              p->sum, p->chunks);
+        added += p->bytes;
+    }
+    mt_timeline_end(o->timeline, &span, added, NULL);
     for (int i = 0; i < t->n; i++)       /* users see what has come, not what they made of others */
         mt_store_view_drop(o->store, t->unit, t->params[i], MT_PLANE_GRAD);
     mt_ledger_grads_end(o->store, t->unit);
@@ -211,9 +204,10 @@ static void tally_close(tally *y)
     free(y);
 }
 
-/* Chunks are noted of what is ours of a unit that has several owners, or whose norm is made with
- * other ranks; they lie behind the sums. */
-static mt_status tally_open(mt_offload *o, int unit, tally **out)
+/* Putting thread, which alone changes the table; others read it under mu. Chunks are noted of what
+ * is ours of a unit that has several owners, or whose norm is made with other ranks; they lie
+ * behind the sums. */
+static mt_status tally_of(mt_offload *o, int unit, tally **out)
 {
     int         n = mt_store_params(o->store, unit);
     int         asked = o->cx->share != NULL || mt_store_owners(o->store, unit) > 1;
@@ -224,6 +218,11 @@ static mt_status tally_open(mt_offload *o, int unit, tally **out)
     tally      *y = NULL;
     mt_status   st;
 
+    if (unit >= o->n_tally)
+        MT_DO(MT_LOCKED(&o->mu, MT_GROW(o->tally, o->n_tally, mt_store_units(o->store),
+                                        "offload")));
+    if ((*out = o->tally[unit]) != NULL)
+        return MT_OK;
     for (int i = 0; i < n && asked; i++)
         chunks += (size_t)mt_grains(mt_store_owned(o->store, unit, i, &from));
     MT_TRY(MT_MAKE(y, 1, name));
@@ -238,28 +237,12 @@ static mt_status tally_open(mt_offload *o, int unit, tally **out)
         y->chunks[i] = own > 0 ? at : NULL;
         at += own;
     }
-    *out = y;
+    *out = MT_LOCKED(&o->mu, o->tally[unit] = y);
     return MT_OK;
 
 fail:
     tally_close(y);
     return st;
-}
-
-/* Putting thread, which alone changes the table; others read it under mu. */
-static mt_status tally_of(mt_offload *o, int unit, tally **out)
-{
-    tally *y;
-
-    if (unit >= o->n_tally)
-        MT_DO(MT_LOCKED(&o->mu, MT_GROW(o->tally, o->n_tally, mt_store_units(o->store),
-                                        "offload")));
-    if ((y = o->tally[unit]) == NULL) {
-        MT_DO(tally_open(o, unit, &y));
-        (void)MT_LOCKED(&o->mu, o->tally[unit] = y);
-    }
-    *out = y;
-    return MT_OK;
 }
 
 /* ---- open and close --------------------------------------------------------------------- */
@@ -317,28 +300,6 @@ void mt_offload_close(mt_offload *o)
 
 /* ---- put: first everything that can be refused, then the queue -------------------------- */
 
-static mt_status check_item(const mt_offload *o, int unit, const mt_grad_item *it)
-{
-    const mt_param_desc *d = mt_store_desc(o->store, unit, it->param);
-    int there = mt_store_home(o->store, unit, NULL)->at != NULL;
-    int can_add = there ? o->kernels.accumulate_put != NULL : o->kernels.accumulate != NULL;
-    int64_t from;
-
-    if (d == NULL)
-        return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d",
-                       mt_store_name(o->store, unit), it->param, mt_store_params(o->store, unit));
-    if (it->src == NULL && mt_store_owned(o->store, unit, it->param, &from) > 0)
-        return MT_FAIL(MT_EINVAL, "unit %s: the gradient of parameter %d is at no address",
-                       mt_store_name(o->store, unit), it->param);
-    if (it->mode == MT_GRAD_ADD && !can_add)
-        return MT_FAIL(MT_ENOTSUP, "unit %s: gradients are to be added, and mt_offload_open() was "
-                       "given no accumulate", mt_store_name(o->store, unit));
-    if (it->mode != MT_GRAD_SET && mt_store_passes(o->store, unit))
-        return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass, so none is there to add to",
-                       mt_store_name(o->store, unit));
-    return MT_OK;
-}
-
 /* Where a plane has the first element that is ours of a parameter: where the unit's gradients are,
  * or (host) as users see it in host memory. */
 static mt_status plane_at(mt_offload *o, int unit, int param, mt_plane plane, int host, void **out)
@@ -361,14 +322,27 @@ static mt_status plane_at(mt_offload *o, int unit, int param, mt_plane plane, in
 static mt_status parcel_make(mt_offload *o, int unit, const mt_grad_item *it, tally *y, parcel *p)
 {
     const mt_param_desc *d = mt_store_desc(o->store, unit, it->param);
+    const char          *name = mt_store_name(o->store, unit);
     int64_t              from, n = mt_store_owned(o->store, unit, it->param, &from);
+    int                  settled = mt_store_home(o->store, unit, NULL)->at != NULL;
     void                *at;
 
+    if (d == NULL)
+        return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d", name, it->param,
+                       mt_store_params(o->store, unit));
+    if (it->src == NULL && n > 0)
+        return MT_FAIL(MT_EINVAL, "unit %s: the gradient of parameter %d is at no address", name,
+                       it->param);
+    if (it->mode == MT_GRAD_ADD && (settled ? o->kernels.accumulate_put == NULL
+                                            : o->kernels.accumulate == NULL))
+        return MT_FAIL(MT_ENOTSUP, "unit %s: gradients are to be added, and mt_offload_open() was "
+                       "given no accumulate", name);
+    if (it->mode != MT_GRAD_SET && mt_store_passes(o->store, unit))
+        return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass, so none is there to add to", name);
     *p = (parcel){ .item = *it, .dt = d->dtype, .n = n, .sum = &y->sum[it->param],
-                   .chunks = y->chunks[it->param],
+                   .chunks = y->chunks[it->param], .settled = settled,
                    .whole = mt_store_owners(o->store, unit) == 1 };
     p->bytes = (size_t)p->n * mt_dtype_bytes(p->dt);
-    p->settled = mt_store_home(o->store, unit, NULL)->at != NULL;
     MT_DO(plane_at(o, unit, it->param, MT_PLANE_GRAD, 0, &p->grad));
     if (it->mode == MT_GRAD_SET)
         return MT_OK;
@@ -396,7 +370,6 @@ static mt_status prepare(mt_offload *o, ticket *t, int unit, const mt_grad_item 
     t->n = n;
     t->adds = 0;
     for (int i = 0; i < n; i++) {
-        MT_DO(check_item(o, unit, &items[i]));
         MT_DO(parcel_make(o, unit, &items[i], y, &t->parcels[i]));
         t->params[i] = items[i].param;
         if (is_staged(&t->parcels[i])) {
@@ -422,34 +395,14 @@ static mt_status prepare(mt_offload *o, ticket *t, int unit, const mt_grad_item 
     return MT_OK;
 }
 
-static mt_status put_parcel(mt_offload *o, const parcel *p)
-{
-    const mt_dev_ops         *v = o->dev->ops;
-    const mt_offload_kernels *k = &o->kernels;
-    const void               *src = p->item.src;
-
-    if (p->n == 0)
-        return MT_OK;
-    if (is_staged(p))
-        return v->copy(o->d2h, p->staged, src, p->bytes);
-    if (p->item.mode == MT_GRAD_ADD) {       /* settled: the sum and its squares, on the device */
-        if (p->changed != NULL)
-            MT_DO(v->copy(o->d2h, p->grad, p->changed, p->bytes));
-        return k->accumulate_put(k->ctx, o->d2h, p->dt, p->acc, p->grad, src, p->n, p->from_grad,
-                                 p->sum, p->chunks);
-    }
-    if (k->sumsq != NULL)
-        MT_DO(k->sumsq(k->ctx, o->d2h, p->dt, src, p->n, p->sum, p->chunks));
-    return src == p->grad ? MT_OK : v->copy(o->d2h, p->grad, src, p->bytes);
-}
-
 static mt_status put_all(mt_offload *o, ticket *t, mt_queue *run)
 {
-    const mt_dev_ops *v = o->dev->ops;
-    void             *of;
-    const mt_home    *home = mt_store_home(o->store, t->unit, &of);
-    uint64_t          bytes = 0;
-    mt_span           span;
+    const mt_dev_ops         *v = o->dev->ops;
+    const mt_offload_kernels *kernels = &o->kernels;
+    void                     *of;
+    const mt_home            *home = mt_store_home(o->store, t->unit, &of);
+    uint64_t                  bytes = 0;
+    mt_span                   span;
 
     /* GRAD: the sources are written by what run was given up to now. */
     MT_DO(v->record(run, t->handed));
@@ -460,8 +413,25 @@ static mt_status put_all(mt_offload *o, ticket *t, mt_queue *run)
         MT_DO(home->come(of, t->unit, t->params, t->n, o->d2h));
     mt_timeline_begin(o->timeline, &span, MT_LANE_D2H, MT_WORK_OFFLOAD, t->unit, o->d2h);
     for (int i = 0; i < t->n; i++) {
-        MT_DO(put_parcel(o, &t->parcels[i]));
-        bytes += t->parcels[i].settled ? 0 : t->parcels[i].bytes;
+        const parcel *p = &t->parcels[i];
+        const void   *src = p->item.src;
+
+        if (p->n == 0)
+            continue;
+        bytes += p->settled ? 0 : p->bytes;
+        if (is_staged(p)) {
+            MT_DO(v->copy(o->d2h, p->staged, src, p->bytes));
+        } else if (p->item.mode == MT_GRAD_ADD) {    /* settled: the sum and its squares, there */
+            if (p->changed != NULL)
+                MT_DO(v->copy(o->d2h, p->grad, p->changed, p->bytes));
+            MT_DO(kernels->accumulate_put(kernels->ctx, o->d2h, p->dt, p->acc, p->grad, src, p->n,
+                                          p->from_grad, p->sum, p->chunks));
+        } else {
+            if (kernels->sumsq != NULL)
+                MT_DO(kernels->sumsq(kernels->ctx, o->d2h, p->dt, src, p->n, p->sum, p->chunks));
+            if (src != p->grad)
+                MT_DO(v->copy(o->d2h, p->grad, src, p->bytes));
+        }
     }
     mt_timeline_end(o->timeline, &span, bytes, o->d2h);
     MT_DO(v->record(o->d2h, t->landed));
@@ -503,22 +473,6 @@ static void give_up(mt_offload *o, const ticket *t, tally *y)
     (void)mt_fail_again(MT_EDEVICE, text);
 }
 
-/* Host waits, before anything is changed. */
-static mt_status wait_turn(mt_offload *o, int unit, const mt_grad_item *items, int n, tally *y)
-{
-    int sets = 0;
-
-    /* An update reads the plane that the copies will overwrite. */
-    MT_DO(mt_ledger_wait_stepped(o->store, unit));
-    for (int i = 0; i < n; i++)
-        sets += items[i].mode != MT_GRAD_ADD;
-    if (sets > 0 && MT_LOCKED(&o->mu, y->adds) > 0)
-        MT_DO(mt_ledger_wait_grads(o->store, unit));
-    if (o->collector.submitted + 1 > AHEAD)
-        MT_DO(wait_room(o, o->collector.submitted + 1 - AHEAD));
-    return MT_OK;
-}
-
 mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int n,
                          mt_queue *run, uint64_t *number)
 {
@@ -526,6 +480,7 @@ mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int
     ticket      *t = ticket_at(o, next);
     tally       *y;
     staging     *g = NULL;
+    int          sets = 0;
     mt_watch_ask ask;
     mt_status    st;
 
@@ -533,7 +488,15 @@ mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int
         return MT_FAIL(MT_EINVAL, "offload: %d gradients of unit %d; the store has %d units",
                        n, unit, mt_store_units(o->store));
     MT_DO(tally_of(o, unit, &y));
-    MT_DO(wait_turn(o, unit, items, n, y));
+    /* Waits of the host, before anything is changed. An update reads the plane that the copies will
+     * overwrite. */
+    MT_DO(mt_ledger_wait_stepped(o->store, unit));
+    for (int i = 0; i < n; i++)
+        sets += items[i].mode != MT_GRAD_ADD;
+    if (sets > 0 && MT_LOCKED(&o->mu, y->adds) > 0)
+        MT_DO(mt_ledger_wait_grads(o->store, unit));
+    if (next > AHEAD)
+        MT_DO(wait_room(o, next - AHEAD));
     if (mt_store_passes(o->store, unit)) {
         MT_DO(mt_store_lend(o->store, unit, o->timeline));
         /* No more units have gradients that pass on the device than have a buffer for them. */

@@ -50,41 +50,33 @@ static void note_end(mt_store *s, int rank)
         mt_share_gone(s->share, rank);
 }
 
-/* Who ended is not always to blame: a rank closes its engine, and its process ends, where it has
- * found another one dead. The first that was gone without a word is named too. */
-static void blame(const mt_store *s, int rank, char *out, size_t cap)
-{
-    const mt_share *h = s->share;
-    int             first = -1, left = mt_share_presence(h, rank) == MT_RANK_LEFT;
-    size_t          n;
-
-    for (int r = 0; r < mt_share_ranks(h); r++)
-        if (mt_share_presence(h, r) == MT_RANK_DIED &&
-            (first < 0 || mt_share_lost_ns(h, r) < mt_share_lost_ns(h, first)))
-            first = r;
-    n = (size_t)name(s, first >= 0 ? first : rank, out, cap);
-    if (first >= 0 && first != rank)
-        snprintf(out + n, cap - n, left ? " ended, and rank %d closed its engine" :
-                                          " ended, and after it rank %d", rank);
-    else
-        snprintf(out + n, cap - n, left ? " closed its engine" : " ended");
-}
-
 static void look_for_end(mt_store *s, int rank)
 {
-    mt_presence presence = mt_share_presence(s->share, rank);
-    int         gone = rank;
-    char        awaited[512], who[160], text[1024];
+    const mt_share *h = s->share;
+    mt_presence     presence = mt_share_presence(h, rank);
+    int             gone = rank, first = -1, left;
+    char            awaited[512], who[80], also[80] = "", text[1024];
 
     if (presence != MT_RANK_HERE)
         look_for_failure(s, rank);           /* it may have told why, since we looked last */
     else                                     /* nothing more is heard of it, where that one ended */
-        presence = mt_share_presence(s->share, gone = mt_share_speaker(s->share, rank));
+        presence = mt_share_presence(h, gone = mt_share_speaker(h, rank));
     if (presence == MT_RANK_HERE || !mt__ledger_awaits(s, rank, awaited, sizeof awaited))
         return;
     note_end(s, gone);
-    blame(s, gone, who, sizeof who);
-    snprintf(text, sizeof text, "%s while others waited for %s", who, awaited);
+    /* Who ended is not always to blame: a rank closes its engine, and its process ends, where it
+     * has found another one dead. The first that was gone without a word is named too. */
+    for (int r = 0; r < mt_share_ranks(h); r++)
+        if (mt_share_presence(h, r) == MT_RANK_DIED &&
+            (first < 0 || mt_share_lost_ns(h, r) < mt_share_lost_ns(h, first)))
+            first = r;
+    left = mt_share_presence(h, gone) == MT_RANK_LEFT;
+    if (first >= 0 && first != gone)
+        snprintf(also, sizeof also, left ? ", and rank %d closed its engine"
+                                         : ", and after it rank %d", gone);
+    name(s, first >= 0 ? first : gone, who, sizeof who);
+    snprintf(text, sizeof text, "%s %s%s while others waited for %s", who,
+             left && (first < 0 || first == gone) ? "closed its engine" : "ended", also, awaited);
     mt__ledger_fault_of(s, text);
 }
 
@@ -217,25 +209,22 @@ void mt_store_leave(mt_store *s)
     end(&s->peers);
 }
 
-static int some_may_ask(const mt_store *s)
-{
-    for (int rank = 0; rank < mt_share_ranks(s->share); rank++)
-        if (rank != mt_share_rank(s->share) && !mt_share_parted(s->share, rank))
-            return 1;
-    return 0;
-}
-
 void mt_store_stay(mt_store *s, double seconds)
 {
     uint64_t since = mt_now_ns();
-    int      served = 0;
+    int      served = 0, rank = 0;
 
     if (!is_running(&s->serves))
         return;
     mt_share_part(s->share);
-    while (some_may_ask(s) && (double)(mt_now_ns() - since) < seconds * 1e9) {
+    while ((double)(mt_now_ns() - since) < seconds * 1e9) {
         uint32_t word = mt_share_word(s->share);
 
+        while (rank < mt_share_ranks(s->share) &&
+               (rank == mt_share_rank(s->share) || mt_share_parted(s->share, rank)))
+            rank++;                      /* who has parted asks no more */
+        if (rank == mt_share_ranks(s->share))
+            break;
         if (served != atomic_load(&s->served)) {
             served = atomic_load(&s->served);
             since = mt_now_ns();

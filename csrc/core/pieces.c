@@ -31,19 +31,6 @@ static size_t bytes_of(const cutting *c, int param, unsigned planes, int64_t n, 
     return bytes;
 }
 
-/* How many of `left` elements fit into so many bytes: all of them, or whole grains. */
-static int64_t fit(const cutting *c, int param, unsigned planes, int64_t left, size_t bytes)
-{
-    int64_t grain = c->how->grain, n;
-
-    if (bytes_of(c, param, planes, left, MT_PART_ALIGN) <= bytes)
-        return left;
-    n = (int64_t)(bytes / bytes_of(c, param, planes, grain, 1)) * grain;
-    while (n > 0 && bytes_of(c, param, planes, n, MT_PART_ALIGN) > bytes)
-        n -= grain;
-    return n;
-}
-
 static mt_piece *last_of(const cutting *c)
 {
     return &c->p->piece[c->p->n - 1];
@@ -93,24 +80,6 @@ static void finish_piece(cutting *c)
                 c->p->part[i].offset[p] += piece->weights;
 }
 
-/* Bytes that the last piece has left. Both kinds in whole `align` may take more than together. */
-static size_t left_in(const cutting *c, unsigned planes)
-{
-    int    both = (planes & HI) != 0 || last_of(c)->hi_bytes > 0;
-    size_t most = c->how->budget - (both ? c->how->align - MT_PART_ALIGN : 0);
-    size_t used = up_to(last_of(c)->hi_bytes, weights_align(c)) + c->rest;
-
-    return most > used ? most - used : 0;
-}
-
-static int is_full(const cutting *c, unsigned planes)
-{
-    const mt_piece *piece = c->p->n > 0 ? last_of(c) : NULL;
-
-    return piece == NULL || (c->how->most > 0 && piece->n == c->how->most) ||
-           (piece->n > 0 && ((planes & ~HI) != 0) != ((c->kinds & ~HI) != 0));
-}
-
 static mt_status next_piece(cutting *c)
 {
     if (c->p->n > 0)
@@ -123,20 +92,35 @@ static mt_status next_piece(cutting *c)
 
 static mt_status cut_param(cutting *c, int param, unsigned planes)
 {
-    int64_t from, n, end = mt_store_owned(c->s, c->unit, param, &from);
+    const mt_cut *how = c->how;
+    int64_t       from, n, end = mt_store_owned(c->s, c->unit, param, &from);
 
     for (end += from; from < end; from += n) {
-        if (is_full(c, planes))
+        const mt_piece *piece = c->p->n > 0 ? last_of(c) : NULL;
+        size_t          used, most;
+
+        if (piece == NULL || (how->most > 0 && piece->n == how->most) ||
+            (piece->n > 0 && ((planes & ~HI) != 0) != ((c->kinds & ~HI) != 0)))
             MT_DO(next_piece(c));
-        n = fit(c, param, planes, end - from, left_in(c, planes));
+        piece = last_of(c);
+        /* Weights, and the rest, in whole `align` each may take more than together. */
+        most = how->budget - ((planes & HI) != 0 || piece->hi_bytes > 0 ? how->align - MT_PART_ALIGN
+                                                                        : 0);
+        used = up_to(piece->hi_bytes, weights_align(c)) + c->rest;
+        most = most > used ? most - used : 0;
+        n = end - from;                  /* all of them, or as many whole grains as fit */
+        if (bytes_of(c, param, planes, n, MT_PART_ALIGN) > most) {
+            n = (int64_t)(most / bytes_of(c, param, planes, how->grain, 1)) * how->grain;
+            while (n > 0 && bytes_of(c, param, planes, n, MT_PART_ALIGN) > most)
+                n -= how->grain;
+        }
         if (n > 0)
             MT_DO(add_part(c, param, planes, from, n));
         else if (last_of(c)->n > 0)
             MT_DO(next_piece(c));
         else
             return MT_FAIL(MT_EINVAL, "unit %s: %zu bytes hold no %lld elements of parameter %d",
-                           mt_store_name(c->s, c->unit), c->how->budget,
-                           (long long)c->how->grain, param);
+                           mt_store_name(c->s, c->unit), how->budget, (long long)how->grain, param);
     }
     return MT_OK;
 }

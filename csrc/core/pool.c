@@ -109,23 +109,6 @@ void mt_pool_run(mt_pool *p, mt_chunk_fn fn, void *arg, int64_t n_chunks)
 
 /* ---- how many processors ---------------------------------------------------------------- */
 
-static int affinity_cpus(void)
-{
-    /* The kernel refuses a set smaller than its own, so the set grows until it is taken. */
-    for (size_t n = 1024; n <= 1 << 20; n *= 4) {
-        size_t     bytes = CPU_ALLOC_SIZE(n);
-        cpu_set_t *set = CPU_ALLOC(n);
-        int        count = 0;
-
-        if (set != NULL && sched_getaffinity(0, bytes, set) == 0)
-            count = CPU_COUNT_S(bytes, set);
-        CPU_FREE(set);
-        if (count > 0)
-            return count;
-    }
-    return 1;
-}
-
 static int min_limit(int a, int b)
 {
     return a == 0 || (b != 0 && b < a) ? b : a;
@@ -147,28 +130,22 @@ static void read_numbers(const char *root, const char *group, const char *name, 
     (void)fclose(f);
 }
 
-/* v2 has quota and period in one file, v1 in two. */
-static int group_limit(const char *root, const char *group, int v2)
-{
-    long long quota[2], period[2];
-
-    read_numbers(root, group, v2 ? "cpu.max" : "cpu.cfs_quota_us", quota);
-    read_numbers(root, group, "cpu.cfs_period_us", period);
-    period[0] = v2 ? quota[1] : period[0];
-    /* Whole processors in a quota of microseconds per period: a started one counts. 0: no limit. */
-    return quota[0] > 0 && period[0] > 0 ? (int)((quota[0] + period[0] - 1) / period[0]) : 0;
-}
-
 /* The tightest limit from a group up to the root. A container may see its group's path from
  * outside but only the part below it mounted: what does not exist is passed over. */
 static int limit_upwards(const char *root, char *group, int v2)
 {
-    int limit = 0;
+    long long quota[2], period[2];
+    int       limit = 0;
 
     for (;;) {
         char *slash = strrchr(group, '/');
 
-        limit = min_limit(limit, group_limit(root, group, v2));
+        read_numbers(root, group, v2 ? "cpu.max" : "cpu.cfs_quota_us", quota);
+        read_numbers(root, group, "cpu.cfs_period_us", period);
+        period[0] = v2 ? quota[1] : period[0];       /* v2 has both in one file, v1 in two */
+        /* Whole processors in a quota of microseconds per period: a started one counts. */
+        if (quota[0] > 0 && period[0] > 0)
+            limit = min_limit(limit, (int)((quota[0] + period[0] - 1) / period[0]));
         if (slash == NULL)
             return limit;
         *slash = '\0';
@@ -213,5 +190,19 @@ int mt__cgroup_cpus(const char *root, const char *self)
 
 int mt_cpu_count(void)
 {
-    return min_limit(affinity_cpus(), mt__cgroup_cpus("/sys/fs/cgroup", "/proc/self/cgroup"));
+    int group = mt__cgroup_cpus("/sys/fs/cgroup", "/proc/self/cgroup");
+
+    /* The kernel refuses a set smaller than its own, so the set grows until it is taken. */
+    for (size_t n = 1024; n <= 1 << 20; n *= 4) {
+        size_t     bytes = CPU_ALLOC_SIZE(n);
+        cpu_set_t *set = CPU_ALLOC(n);
+        int        count = 0;
+
+        if (set != NULL && sched_getaffinity(0, bytes, set) == 0)
+            count = CPU_COUNT_S(bytes, set);
+        CPU_FREE(set);
+        if (count > 0)
+            return min_limit(count, group);
+    }
+    return 1;
 }

@@ -50,13 +50,6 @@ static mt_status add(mt_relay *r, mt_parcel p, void *base)
     return MT_OK;
 }
 
-/* What was never updated has no moments. */
-static int is_updated(mt_store *s, int unit, int param)
-{
-    return mt_store_made(s, unit, param, MT_PLANE_M, 0) ||
-           mt_store_made(s, unit, param, MT_PLANE_M, 1);
-}
-
 /* This rank's portion of the weights of parameters that are updated; those that lie side by side go
  * together. */
 static mt_status add_updated(mt_relay *r, int unit)
@@ -70,7 +63,9 @@ static mt_status add_updated(mt_relay *r, int unit)
     for (int i = 0, first = 0; i <= u->shape.n; i++) {
         size_t from, to;
 
-        if (i < u->shape.n && is_updated(r->s, unit, i))
+        /* What was never updated has no moments. */
+        if (i < u->shape.n && (mt_store_made(r->s, unit, i, MT_PLANE_M, 0) ||
+                               mt_store_made(r->s, unit, i, MT_PLANE_M, 1)))
             continue;
         from = first < i ? u->shape.offset[first] : 0;
         to = first == i ? 0 : i < u->shape.n ? u->shape.offset[i] : u->shape.bytes;
@@ -82,16 +77,6 @@ static mt_status add_updated(mt_relay *r, int unit)
                                       .bytes = to - from }, hi));
     }
     return MT_OK;
-}
-
-static mt_status add_chunks(mt_relay *r, int unit)
-{
-    const mt__unit *u = mt__unit_at(r->s, unit);
-    size_t          from, n;
-
-    mt__chunks_of(u, &u->own, &from, &n);
-    return add(r, (mt_parcel){ .kind = MT_PARCEL_CHUNKS, .unit = unit, .at = from * sizeof(double),
-                               .bytes = n * sizeof(double) }, u->board.chunks);
 }
 
 /* This rank's portions of what was asked for, where it has them. */
@@ -117,29 +102,30 @@ static mt_status add_asked(mt_relay *r, uint64_t about)
     return MT_OK;
 }
 
-/* What has to be there before the note is said. */
-static mt_status unpack(mt_relay *r)
-{
-    const mt_note *note = &r->note;
-
-    r->n = r->next = 0;
-    if (note->unit >= 0 && note->count == MT_COUNT_UPDATED)
-        return add_updated(r, note->unit);
-    if (note->unit >= 0 && note->count == MT_COUNT_SUMMED)
-        return add_chunks(r, note->unit);
-    return note->count >= MT_COUNT_SERVED ? add_asked(r, note->about) : MT_OK;
-}
-
 mt_status mt_relay_next(mt_relay *r, int ms, mt_parcel *out, void **mem, int *to, int *some)
 {
-    mt_share *h = r->s->share;
-    size_t    cap;
+    mt_share       *h = r->s->share;
+    const mt_note  *note = &r->note;
+    const mt__unit *u;
+    size_t          cap, from, n;
 
     if (!r->busy) {
         MT_DO(mt_share_note(h, ms, &r->note, some));
         if (!*some)
             return MT_OK;
-        MT_DO(unpack(r));
+        /* What has to be there before the note is said. */
+        r->n = r->next = 0;
+        if (note->unit >= 0 && note->count == MT_COUNT_UPDATED)
+            MT_DO(add_updated(r, note->unit));
+        if (note->unit >= 0 && note->count == MT_COUNT_SUMMED) {
+            u = mt__unit_at(r->s, note->unit);
+            mt__chunks_of(u, &u->own, &from, &n);
+            MT_DO(add(r, (mt_parcel){ .kind = MT_PARCEL_CHUNKS, .unit = note->unit,
+                                      .at = from * sizeof(double), .bytes = n * sizeof(double) },
+                      u->board.chunks));
+        }
+        if (note->count >= MT_COUNT_SERVED)
+            MT_DO(add_asked(r, note->about));
         r->busy = 1;
     }
     *some = 1;
@@ -176,39 +162,31 @@ static int is_spoken_for(const mt_store *s, int rank)
            mt_share_speaker(s->share, rank) == me;
 }
 
-/* Where it lies: base, of so many bytes. */
-static mt_status find(mt_store *s, int rank, const mt_parcel *p, void **base, size_t *bytes)
-{
-    const mt__unit *u = mt__unit_at(s, p->unit);
-
-    if (p->kind == MT_PARCEL_NOTE && p->unit < 0 && p->what == MT_COUNT_FAILED) {
-        *base = mt_share_why(s->share, rank, bytes);
-    } else if (u == NULL || !u->shared) {
-        return MT_OK;
-    } else if (p->kind == MT_PARCEL_CHUNKS) {
-        *base = u->board.chunks;
-        *bytes = u->board.n_chunks * sizeof(double);
-    } else if (p->kind == MT_PARCEL_WEIGHTS) {
-        MT_DO(mt_store_hi(s, p->unit, base));
-        *bytes = u->shape.bytes;
-    } else if (p->kind == MT_PARCEL_PLANE && p->what >= 0 && p->what < MT_PLANE_COUNT) {
-        MT_DO(mt_store_at(s, p->unit, p->param, (mt_plane)p->what, base));
-        *bytes = mt_store_plane_bytes(s, p->unit, p->param, (mt_plane)p->what,
-                                      u->shape.desc[p->param].numel);
-    }
-    return MT_OK;
-}
-
 mt_status mt_relay_place(mt_store *s, int rank, const mt_parcel *p, void **mem)
 {
-    void  *base = NULL;
-    size_t bytes = 0;
+    const mt__unit *u = mt__unit_at(s, p->unit);
+    void           *base = NULL;             /* where it lies, of so many bytes */
+    size_t          bytes = 0;
 
     if (!is_spoken_for(s, rank))
         return refuse(rank, p);
     if (p->bytes == 0)
         return MT_OK;
-    MT_DO(find(s, rank, p, &base, &bytes));
+    if (p->kind == MT_PARCEL_NOTE && p->unit < 0 && p->what == MT_COUNT_FAILED) {
+        base = mt_share_why(s->share, rank, &bytes);
+    } else if (u == NULL || !u->shared) {
+        return refuse(rank, p);
+    } else if (p->kind == MT_PARCEL_CHUNKS) {
+        base = u->board.chunks;
+        bytes = u->board.n_chunks * sizeof(double);
+    } else if (p->kind == MT_PARCEL_WEIGHTS) {
+        MT_DO(mt_store_hi(s, p->unit, &base));
+        bytes = u->shape.bytes;
+    } else if (p->kind == MT_PARCEL_PLANE && p->what >= 0 && p->what < MT_PLANE_COUNT) {
+        MT_DO(mt_store_at(s, p->unit, p->param, (mt_plane)p->what, &base));
+        bytes = mt_store_plane_bytes(s, p->unit, p->param, (mt_plane)p->what,
+                                     u->shape.desc[p->param].numel);
+    }
     if (p->at > bytes || p->bytes > bytes - p->at)
         return refuse(rank, p);
     *mem = (char *)base + p->at;

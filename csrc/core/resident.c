@@ -7,7 +7,7 @@
  * The next await of a unit gives the memory of stale copies back: in a loop of one thread that is
  * behind whatever read them, a backward in which the update began included.
  */
-#include "resident.h"
+#include "resident_impl.h"
 
 #include <stdlib.h>
 
@@ -16,42 +16,14 @@
 
 #define DONE "its updates and copies on the device (the event STEPPED)"
 
-/* One settled unit. */
-typedef struct settled {
-    void     *mem;           /* of its slot. This and the events are made by settle */
-    mt_event *done;          /* recorded on the queue behind whatever was put for the unit */
-    mt_event *used;          /* recorded on run by an await that fetches. mu */
-    mt_post   using;         /* tells the watchdog of `used`. mu */
-    mt_post   post;          /* of the queue that `done` was recorded in. mu */
-    uint64_t  writes;        /* in a share: those from outside that its own portion has. mu */
-} settled;
-
-struct mt_resident {
-    mt_context       *cx;
-    mt_dev           *dev;
-    mt_store         *store;
-    settled         **units;     /* [n_units] by unit, NULL: not settled. Written by settle */
-    int64_t           n_units;
-
-    mt_mutex          mu;            /* held around puts too: one thread at a time */
-    mt_queue         *queue;
-    mt_event         *drained;       /* recorded on the queue by who waits for all of it. mu */
-    void             *scratch;       /* mu */
-    size_t            scratch_bytes; /* mu */
-    int               lifted;        /* the update that is being put asked for scratch. mu */
-    mt_event         *updated;       /* a unit's `done`, of the last update that was put; NULL:
-                                      * none. mu */
-    mt_resident_stats stats;         /* mu */
-    mt_ferry         *ferry;         /* NULL: no other process has the units. Constant while any is
-                                      * settled */
-};
-
-/* Under mu, at each door. */
-static void assert_settled(const mt_resident *r, const settled *h, int unit)
+/* Under mu, at each door: a guest has its events, and parts as long as it stays. */
+void mt__assert_settled(const mt_resident *r, const mt__settled *h)
 {
     MT_ASSERT(mt_holds(&r->mu));
-    MT_ASSERT(r->units[unit] == h && h->mem != NULL && h->done != NULL && h->used != NULL);
-    MT_ASSERT(mt_store_home(r->store, unit, NULL)->later == HI);
+    MT_ASSERT(r->units[h->unit] == h && h->mem != NULL && h->done != NULL && h->used != NULL);
+    MT_ASSERT(mt_store_home(r->store, h->unit, NULL)->later == HI);
+    MT_ASSERT(!mt_arrive_invited(r, h->unit) || (h->last != NULL && h->vacant != NULL));
+    MT_ASSERT(h->parts != NULL || h->n == 0);
     MT_ASSERT((r->scratch == NULL) == (r->scratch_bytes == 0));
 }
 
@@ -72,14 +44,22 @@ mt_status mt_resident_open(mt_context *cx, mt_resident **out)
     return MT_OK;
 }
 
-static void settled_close(const mt_resident *r, settled *h)
+static void settled_close(mt_resident *r, mt__settled *h)
 {
+    mt_watch *watch = mt_store_watch(r->store);
+
     if (h == NULL)
         return;
-    mt_watch_take(mt_store_watch(r->store), &h->post);
-    mt_watch_take(mt_store_watch(r->store), &h->using);
+    mt__arrive_close(r, h);
+    (void)mt__ferry_reach(r, h, NULL);
+    mt_watch_take(watch, &h->post);
+    mt_watch_take(watch, &h->using);
+    mt_watch_take(watch, &h->lowering);
+    mt_watch_take(watch, &h->raising);
     r->dev->ops->event_close(h->done);
     r->dev->ops->event_close(h->used);
+    r->dev->ops->event_close(h->lowered);
+    r->dev->ops->event_close(h->raised);
     free(h);
 }
 
@@ -90,14 +70,16 @@ void mt_resident_close(mt_resident *r)
     if (r->cx->residents == r)
         r->cx->residents = NULL;
     mt_store_serve_end(r->store);
-    mt_ferry_close(r->ferry);
+    mt__ferry_close(r);
     r->dev->ops->queue_close(r->queue);
+    r->dev->ops->queue_close(r->guests);
     for (int u = 0; u < r->n_units; u++)
         if (r->units[u] != NULL) {
             mt_mirror_close(r->store, u);
             settled_close(r, r->units[u]);
         }
     r->dev->ops->event_close(r->drained);
+    r->dev->ops->event_close(r->all_left);
     r->dev->ops->mem_free(r->dev, r->scratch);
     mt_store_device_close(r->store);
     mt_mutex_close(&r->mu);
@@ -108,46 +90,44 @@ void mt_resident_close(mt_resident *r)
 /* Of the unit: planes that are on the device around its update alone. */
 static unsigned visiting(const mt_resident *r, int unit)
 {
-    return r->cx->arrive != NULL && mt_arrive_invited(r->cx->arrive, unit) ? MT_STATE_PLANES : 0;
+    return mt_store_home(r->store, unit, NULL)->visit;
 }
 
 /* ---- settling --------------------------------------------------------------------------- */
 
-static void raise_one(void *arg, int unit);
-
-
 mt_status mt_resident_settle(mt_resident *r, int unit, void *mem)
 {
-    settled  *h = NULL;
-    mt_status st;
+    mt__settled *h = NULL;
+    mt_status    st;
 
     if (unit < 0 || unit >= mt_store_units(r->store) || mem == NULL)
         return MT_FAIL(MT_EINVAL, "resident: unit %d in memory at %p; the store has %d units",
                        unit, mem, mt_store_units(r->store));
     if (mt_resident_mem(r, unit) != NULL)
         return MT_FAIL(MT_ESTATE, "unit %s is settled already", mt_store_name(r->store, unit));
-    MT_TRY(MT_GROW(r->units, r->n_units, mt_store_units(r->store), "resident"));
+    MT_TRY(MT_LOCKED(&r->mu, MT_GROW(r->units, r->n_units, mt_store_units(r->store), "resident")));
     MT_TRY(MT_MAKE(h, 1, "resident"));
+    h->unit = unit;
     h->mem = mem;
     h->writes = UINT64_MAX;                  /* it has none */
     MT_TRY(r->dev->ops->event_open(r->dev, &h->done));
     MT_TRY(r->dev->ops->event_open(r->dev, &h->used));
-    if (r->cx->share != NULL && r->ferry == NULL)
-        MT_TRY(mt_ferry_open(r->cx, &r->mu, raise_one, r, &r->ferry));
-    if (r->cx->share != NULL)
-        MT_TRY(mt_ferry_board(r->ferry, unit));
+    if (r->cx->share != NULL) {
+        MT_TRY(mt__ferry_open(r));
+        MT_TRY(r->dev->ops->event_open(r->dev, &h->lowered));
+        MT_TRY(r->dev->ops->event_open(r->dev, &h->raised));
+    }
     r->units[unit] = h;                      /* before another rank may ask for its planes */
     if ((st = mt_store_move(r->store, unit, &mt_home_vram, r)) == MT_OK)
         return MT_OK;
     r->units[unit] = NULL;
-    mt_ferry_land(r->ferry, unit);
 
 fail:
     settled_close(r, h);
     return st;
 }
 
-static mt_status find(const mt_resident *r, int unit, settled **out)
+mt_status mt__settled_find(const mt_resident *r, int unit, mt__settled **out)
 {
     if (unit < 0 || unit >= r->n_units || r->units[unit] == NULL)
         return MT_FAIL(MT_EINVAL, "unit %d (%s) is not settled", unit,
@@ -158,10 +138,10 @@ static mt_status find(const mt_resident *r, int unit, settled **out)
 
 mt_status mt_resident_reach(mt_resident *r, int unit, const mt_mem_name *names)
 {
-    settled *h;
+    mt__settled *h;
 
-    MT_DO(find(r, unit, &h));
-    return mt_ferry_reach(r->ferry, unit, names);
+    MT_DO(mt__settled_find(r, unit, &h));
+    return mt__ferry_reach(r, h, names);
 }
 
 void *mt_resident_mem(const mt_resident *r, int unit)
@@ -171,9 +151,9 @@ void *mt_resident_mem(const mt_resident *r, int unit)
 
 mt_status mt_resident_at(mt_resident *r, int unit, int param, mt_plane p, void **out)
 {
-    settled *h;
+    mt__settled *h;
 
-    MT_DO(find(r, unit, &h));
+    MT_DO(mt__settled_find(r, unit, &h));
     if (visiting(r, unit) >> p & 1)
         return MT_FAIL(MT_ESTATE, "unit %s: its plane %s is on the device around its updates alone",
                        mt_store_name(r->store, unit), mt_plane_name(p));
@@ -186,37 +166,23 @@ mt_status mt_resident_at(mt_resident *r, int unit, int param, mt_plane p, void *
 mt_status mt_resident_parts(mt_resident *r, int unit, const mt_part **parts, int *n,
                             int *guest)
 {
-    mt_status st = MT_OK;
-
-    if ((*guest = visiting(r, unit) != 0))
-        st = mt_arrive_parts(r->cx->arrive, unit, parts, n);
-    return st;
+    *guest = mt_arrive_invited(r, unit);
+    return *guest ? mt__arrive_parts(r, unit, parts, n) : MT_OK;
 }
 
-/* Of what is this process's of the parameter; *skip: those before it. */
-static size_t own_bytes(const mt_resident *r, int unit, int param, mt_plane p, size_t *skip)
+/* Under mu. Behind what was put in q for the unit. */
+mt_status mt__record(const mt_resident *r, const mt__settled *h, mt_queue *q, mt_event *e,
+                     mt_post *post, const char *queue, const char *awaits)
 {
-    int64_t from, n = mt_store_owned(r->store, unit, param, &from);
-
-    *skip = mt_store_plane_bytes(r->store, unit, param, p, from);
-    return mt_store_plane_bytes(r->store, unit, param, p, n);
+    MT_DO(r->dev->ops->record(q, e));
+    mt_watch_put(mt_store_watch(r->store), post, queue, mt_store_name(r->store, h->unit), awaits,
+                 e);
+    return MT_OK;
 }
 
-/* Under mu. Behind all that was put for the unit. */
-static mt_status record_done(mt_resident *r, settled *h, int unit)
+static mt_status record_done(mt_resident *r, mt__settled *h)
 {
-    mt_status st = r->dev->ops->record(r->queue, h->done);
-
-    if (st == MT_OK)
-        mt_watch_put(mt_store_watch(r->store), &h->post, "device update",
-                     mt_store_name(r->store, unit), DONE, h->done);
-    return st;
-}
-
-/* On the host. */
-static mt_status wait_done(mt_resident *r, const settled *h, int unit)
-{
-    return mt_watch_event(mt_store_watch(r->store), h->done, mt_store_name(r->store, unit), DONE);
+    return mt__record(r, h, r->queue, h->done, &h->post, "device update", DONE);
 }
 
 static mt_status wait_drained(mt_resident *r)
@@ -225,32 +191,14 @@ static mt_status wait_drained(mt_resident *r)
                           "all that residents were given");
 }
 
-/* ---- weights up ------------------------------------------------------------------------- */
-
-/* Under mu. All that is AHEAD is STORING when it is put, so a write from then on is AHEAD again. */
-static mt_status put_weights(mt_resident *r, settled *h, int unit, mt_queue *run)
+/* On the host. */
+static mt_status wait_done(mt_resident *r, const mt__settled *h)
 {
-    size_t  bytes = mt_store_hi_bytes(r->store, unit);
-    void   *hi;
-    mt_span span;
-
-    MT_DO(mt_store_hi(r->store, unit, &hi));
-    /* FREED: compute on the weights that are overwritten was put in run before. */
-    if (run != NULL && !mt_skips(r->cx, MT_EDGE_FREED)) {
-        MT_DO(r->dev->ops->record(run, h->used));
-        mt_watch_compute(mt_store_watch(r->store), &h->using, mt_store_name(r->store, unit),
-                         "kernels that read its weights (the event FREED)", h->used);
-        MT_DO(r->dev->ops->wait(r->queue, h->used));
-    }
-    mt_timeline_begin(r->cx->timeline, &span, MT_LANE_DEVICE, MT_WORK_FETCH, unit, r->queue);
-    if (bytes > 0)
-        MT_DO(r->dev->ops->copy(r->queue, h->mem, hi, bytes));
-    mt_timeline_end(r->cx->timeline, &span, bytes, r->queue);
-    MT_DO(record_done(r, h, unit));
-    r->stats.fetches++;
-    r->stats.h2d_bytes += bytes;
-    return MT_OK;
+    return mt_watch_event(mt_store_watch(r->store), h->done, mt_store_name(r->store, h->unit),
+                          DONE);
 }
+
+/* ---- weights up ------------------------------------------------------------------------- */
 
 /* Has the host weights that the slot has not? */
 static int is_ahead(const mt_resident *r, int unit)
@@ -258,14 +206,17 @@ static int is_ahead(const mt_resident *r, int unit)
     return mt_mirror_any(r->store, unit, -1, HI, IS(AHEAD) | IS(TORN));
 }
 
-
 /* Under mu. Nothing to do when somebody was here before. In a share all of it is copied where it
  * was written from outside, else what other ranks have updated. run NULL: the queue has waited for
  * it. *q: the queue that the copy was put in, which reads the share. */
-static mt_status put_fetch(mt_resident *r, settled *h, int unit, mt_queue *run, mt_queue **q)
+static mt_status put_fetch(mt_resident *r, mt__settled *h, mt_queue *run, mt_queue **q)
 {
+    int       unit = h->unit;
     uint64_t  writes = mt_ledger_writes(r->store, unit);
-    mt_status st = MT_OK;
+    size_t    bytes = mt_store_hi_bytes(r->store, unit);
+    void     *hi;
+    mt_span   span;
+    mt_status st;
 
     *q = r->queue;
     if (!is_ahead(r, unit))
@@ -274,64 +225,73 @@ static mt_status put_fetch(mt_resident *r, settled *h, int unit, mt_queue *run, 
         return MT_FAIL(MT_ESTATE, "unit %s: its weights were written on the host where they were "
                        "older than the device's; they must be brought before",
                        mt_store_name(r->store, unit));
+    /* All that is AHEAD is STORING when it is put, so a write from then on is AHEAD again. */
     mt_mirror_tell(r->store, unit, -1, HI, MT_MIRROR_STORE);
-    if (r->ferry != NULL && h->writes == writes) {
-        *q = mt_ferry_up(r->ferry);
-        st = mt_ferry_raise(r->ferry, unit, h->mem, &r->stats.h2d_bytes);
+    if (r->ferry.open && h->writes == writes) {
+        *q = r->ferry.up;
+        MT_TRY(mt__ferry_raise(r, h));
     } else {
-        if (r->ferry != NULL)                /* what it raised is older */
-            st = mt_ferry_await(r->ferry, unit, r->queue);
-        if (st == MT_OK && (st = put_weights(r, h, unit, run)) == MT_OK)
-            h->writes = writes;
+        if (r->ferry.open)                   /* what it raised is older */
+            MT_TRY(mt_edge(r->cx, MT_EDGE_RAISED, r->queue, h->raised));
+        MT_TRY(mt_store_hi(r->store, unit, &hi));
+        /* FREED: compute on the weights that are overwritten was put in run before. */
+        if (run != NULL && !mt_skips(r->cx, MT_EDGE_FREED)) {
+            MT_TRY(r->dev->ops->record(run, h->used));
+            mt_watch_compute(mt_store_watch(r->store), &h->using, mt_store_name(r->store, unit),
+                             "kernels that read its weights (the event FREED)", h->used);
+            MT_TRY(r->dev->ops->wait(r->queue, h->used));
+        }
+        mt_timeline_begin(r->cx->timeline, &span, MT_LANE_DEVICE, MT_WORK_FETCH, unit, r->queue);
+        if (bytes > 0)
+            MT_TRY(r->dev->ops->copy(r->queue, h->mem, hi, bytes));
+        mt_timeline_end(r->cx->timeline, &span, bytes, r->queue);
+        MT_TRY(record_done(r, h));
+        r->stats.fetches++;
+        r->stats.h2d_bytes += bytes;
+        h->writes = writes;
     }
+fail:
     mt_mirror_tell(r->store, unit, -1, HI, st == MT_OK ? MT_MIRROR_STORED : MT_MIRROR_SET);
     return st;
 }
 
 /* The ledger is told as by the stream's mover: host writers wait until the copy is over. */
-static mt_status fetch(mt_resident *r, settled *h, int unit, mt_queue *run)
+static mt_status fetch(mt_resident *r, mt__settled *h, mt_queue *run)
 {
     uint64_t  version;
     mt_queue *q;
     mt_status st, end;
 
-    MT_DO(mt_ledger_fetch_begin(r->store, unit, &version));
+    MT_DO(mt_ledger_fetch_begin(r->store, h->unit, &version));
     mt_lock(&r->mu);
-    assert_settled(r, h, unit);
-    if ((st = put_fetch(r, h, unit, run, &q)) != MT_OK)
+    mt__assert_settled(r, h);
+    if ((st = put_fetch(r, h, run, &q)) != MT_OK)
         mt_ledger_fault(r->store, st, mt_last_error());
-    end = mt_ledger_fetching(r->store, unit, q);
+    end = mt_ledger_fetching(r->store, h->unit, q);
     mt_unlock(&r->mu);
     return st != MT_OK ? st : end;
 }
 
-/* The ferry's thread. What was written from outside is left to await, which knows what computes. */
-static void raise_one(void *arg, int unit)
+/* What was written from outside is left to await, which knows what computes. */
+void mt__raise(mt_resident *r, mt__settled *h)
 {
-    mt_resident *r = arg;
-    uint64_t     version;
-    mt_queue    *q;
-    settled     *h;
+    uint64_t  version;
+    mt_queue *q = r->ferry.up;
 
-    if (mt_ledger_fetch_begin(r->store, unit, &version) != MT_OK)
+    if (mt_ledger_fetch_begin(r->store, h->unit, &version) != MT_OK)
         return;
     MT_HOLD(&r->mu);
-    h = r->units[unit];
-    q = mt_ferry_up(r->ferry);
-    if (h != NULL && h->writes == mt_ledger_writes(r->store, unit) &&
-        put_fetch(r, h, unit, NULL, &q) != MT_OK)
+    if (h->writes == mt_ledger_writes(r->store, h->unit) && put_fetch(r, h, NULL, &q) != MT_OK)
         mt_ledger_fault(r->store, MT_EDEVICE, mt_last_error());
-    if (mt_ledger_fetching(r->store, unit, q) != MT_OK)
+    if (mt_ledger_fetching(r->store, h->unit, q) != MT_OK)
         mt_ledger_fault(r->store, MT_EDEVICE, mt_last_error());
 }
 
-
 mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run)
 {
-    settled  *h;
-    mt_status st = MT_OK;
+    mt__settled *h;
 
-    MT_DO(find(r, unit, &h));
+    MT_DO(mt__settled_find(r, unit, &h));
     /* UPDATED: `done` is not recorded before the update is put. */
     if (!mt_skips(r->cx, MT_EDGE_UPDATED))
         MT_DO(mt_ledger_wait_stepped(r->store, unit));
@@ -344,46 +304,41 @@ mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run)
         mt_mirror_forget(r->store, unit);
     }
     if (is_ahead(r, unit))
-        MT_DO(fetch(r, h, unit, run));
+        MT_DO(fetch(r, h, run));
     if (mt_syncs(r->cx))
-        MT_DO(wait_done(r, h, unit));
+        MT_DO(wait_done(r, h));
     /* STEPPED: the update, or the fetch, is in the queue; run goes on when it is over. */
     MT_DO(mt_edge(r->cx, MT_EDGE_STEPPED, run, h->done));
-    if (r->ferry != NULL) {
-        MT_WITH(&r->mu) st = mt_ferry_await(r->ferry, unit, run);
-    }
-    return st;
+    return !r->ferry.open ? MT_OK
+           : MT_LOCKED(&r->mu, mt_edge(r->cx, MT_EDGE_RAISED, run, h->raised));
 }
 
-/* Under mu. One parameter's plane, up or down. */
+/* Under mu. One parameter's plane, up or down: what is this process's of it. */
 static mt_status put_copy(mt_resident *r, int unit, int param, mt_plane p, int up)
 {
-    size_t skip, bytes = own_bytes(r, unit, param, p, &skip);
-    void  *host, *there;
+    mt_part own = { .param = param };
 
-    if (bytes == 0)
+    own.n = mt_store_owned(r->store, unit, param, &own.from);
+    if (mt_store_plane_bytes(r->store, unit, param, p, own.n) == 0)
         return MT_OK;
-    MT_DO(mt_store_at(r->store, unit, param, p, &host));
-    MT_DO(mt_resident_at(r, unit, param, p, &there));
-    host = (char *)host + skip;
-    there = (char *)there + skip;
-    MT_DO(r->dev->ops->copy(r->queue, up ? there : host, up ? host : there, bytes));
-    *(up ? &r->stats.h2d_bytes : &r->stats.d2h_bytes) += bytes;
-    return MT_OK;
+    MT_DO(mt_resident_at(r, unit, param, p, &own.at[p]));
+    own.at[p] = (char *)own.at[p] + mt_store_plane_bytes(r->store, unit, param, p, own.from);
+    return mt_part_copy(r->store, unit, &own, 1u << p, r->queue, up,
+                        up ? &r->stats.h2d_bytes : &r->stats.d2h_bytes);
 }
 
 static mt_status home_take(void *arg, int unit, mt_queue *run)
 {
     mt_resident *r = arg;
-    settled     *h;
+    mt__settled *h;
 
-    MT_DO(find(r, unit, &h));
+    MT_DO(mt__settled_find(r, unit, &h));
     MT_DO(mt_ledger_wait_saved(r->store, unit));
     MT_DO(mt_mirror_store(r->store, unit));
-    MT_DO(fetch(r, h, unit, run));
+    MT_DO(fetch(r, h, run));
     /* FETCHED: the copy reads what is then given back. */
     if (!mt_skips(r->cx, MT_EDGE_FETCHED))
-        MT_DO(wait_done(r, h, unit));
+        MT_DO(wait_done(r, h));
     return mt_mirror_evict(r->store, unit);
 }
 
@@ -394,11 +349,11 @@ static mt_status home_come(void *arg, int unit, const int *params, int n, mt_que
     mt_resident *r = arg;
     int          passes = mt_store_passes(r->store, unit);
     mt_event    *taken;
-    settled     *h;
+    mt__settled *h;
 
-    MT_DO(find(r, unit, &h));
+    MT_DO(mt__settled_find(r, unit, &h));
     mt_lock(&r->mu);
-    assert_settled(r, h, unit);
+    mt__assert_settled(r, h);
     if (!passes)                         /* else there is no host copy */
         mt_mirror_change(r->store, unit, params, n, 1u << MT_PLANE_GRAD);
     taken = passes && r->updated != NULL ? r->updated : h->done;
@@ -410,7 +365,7 @@ static mt_status home_come(void *arg, int unit, const int *params, int n, mt_que
 }
 
 /* Under mu. A guest's states are copied up before, and down behind. */
-static mt_status put_update(mt_resident *r, settled *h, const mt_update_job *u, float clip)
+static mt_status put_update(mt_resident *r, mt__settled *h, const mt_update_job *u, float clip)
 {
     const unsigned    kept = 1u << MT_PLANE_GRAD | 1u << MT_PLANE_ACC, away = visiting(r, u->unit);
     uint64_t          writes = mt_ledger_writes(r->store, u->unit);
@@ -421,60 +376,52 @@ static mt_status put_update(mt_resident *r, settled *h, const mt_update_job *u, 
     MT_DO(mt_edge(r->cx, MT_EDGE_ASKED, r->queue, u->asked));
     /* What the update reads of the weights is in the slot: all that the host has ahead; in a share
      * what was written there of its own portion. */
-    if (r->ferry != NULL ? h->writes != writes : is_ahead(r, u->unit)) {
-        if (r->ferry == NULL)
-            MT_DO(put_fetch(r, h, u->unit, NULL, &q));
-        else
-            MT_DO(mt_ferry_return(r->ferry, u->unit, h->mem, r->queue, &r->stats.h2d_bytes));
+    if (r->ferry.open ? h->writes != writes : is_ahead(r, u->unit)) {
+        MT_DO(r->ferry.open ? mt__ferry_back(r, h, q) : put_fetch(r, h, NULL, &q));
         h->writes = writes;
         MT_DO(mt_ledger_fetching(r->store, u->unit, q));
     }
     if (away)
-        MT_DO(mt_arrive_before(r->cx->arrive, u->unit, r->queue));
+        MT_DO(mt__arrive_before(r, h, r->queue));
     mt_timeline_begin(r->cx->timeline, &span, MT_LANE_DEVICE, MT_WORK_UPDATE, u->unit, r->queue);
     MT_DO(u->put(u->arg, r->queue, clip));
     mt_timeline_end(r->cx->timeline, &span, u->bytes, r->queue);
-    MT_DO(record_done(r, h, u->unit));
+    MT_DO(record_done(r, h));
     r->updated = h->done;
     mt_mirror_change(r->store, u->unit, u->params, u->n_params,
-                     ~kept & ~(r->ferry != NULL ? HI : 0));
-    if (r->ferry != NULL)                /* the share will have what this slot has not */
+                     ~kept & ~(r->ferry.open ? HI : 0));
+    if (r->ferry.open)                   /* the share will have what this slot has not */
         mt_mirror_tell(r->store, u->unit, -1, HI, MT_MIRROR_SET);
     if (away)
-        MT_DO(mt_arrive_behind(r->cx->arrive, u->unit, u->params, u->n_params, h->done));
+        MT_DO(mt__arrive_behind(r, h, u->params, u->n_params));
     return MT_OK;
-}
-
-static int home_fits(const mt_update_job *j)
-{
-    return j->put != NULL;
 }
 
 /* Put, and (wait) over; *lowered: the ferry ends it. */
 static mt_status update(mt_resident *r, mt_update *u, int *lowered)
 {
     int       wait, unit = u->j.unit;        /* what the ferry has may be over at once */
-    settled  *h;
+    mt__settled *h;
     mt_status st;
 
     MT_DO(mt_ledger_wait_saved(r->store, unit));
-    MT_DO(find(r, unit, &h));
-    if (r->ferry != NULL)
-        MT_DO(mt_ferry_idle(r->ferry, unit));
+    MT_DO(mt__settled_find(r, unit, &h));
+    if (r->ferry.open)
+        MT_DO(mt__ferry_idle(r, h));
     mt_lock(&r->mu);
-    assert_settled(r, h, unit);
+    mt__assert_settled(r, h);
     r->lifted = 0;
     st = mt_mirror_any(r->store, unit, -1, ~HI, IS(AHEAD) | IS(TORN))
        ? MT_FAIL(MT_ESTATE, "unit %s was settled, and its planes were not taken",
                  mt_store_name(r->store, unit))
        : put_update(r, h, &u->j, u->clip);
     wait = r->lifted || mt_syncs(r->cx);
-    if (st == MT_OK && r->ferry != NULL) {
+    if (st == MT_OK && r->ferry.open) {
         *lowered = 1;
-        mt_ferry_lower(r->ferry, h->mem, h->done, u);
+        mt__ferry_lower(r, h, u);
     }
     mt_unlock(&r->mu);
-    return st == MT_OK && wait ? wait_done(r, h, unit) : st;
+    return st == MT_OK && wait ? wait_done(r, h) : st;
 }
 
 static mt_status home_update(void *arg, mt_update *u)
@@ -512,10 +459,8 @@ mt_status mt_resident_scratch(mt_resident *r, size_t bytes, void **out)
 /* Guests' states. */
 static mt_status home_wait(void *arg, int unit, unsigned planes)
 {
-    const mt_resident *r = arg;
-
     (void)planes;
-    return mt_arrive_copied(r->cx->arrive, unit);
+    return mt__arrive_copied(arg, unit);
 }
 
 /* param -1: all. Down comes also what an update that was put meanwhile made stale again: else
@@ -524,22 +469,21 @@ static mt_status home_wait(void *arg, int unit, unsigned planes)
 static mt_status copy(mt_resident *r, int unit, int param, unsigned planes, int up)
 {
     mt_watch_ask ask = mt_watch_asks(NULL);
-    size_t       skip;
     mt_status    st = MT_OK;
 
     mt_lock(&r->mu);
-    assert_settled(r, r->units[unit], unit);
+    mt__assert_settled(r, r->units[unit]);
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         for (int i = 0; i < mt_store_params(r->store, unit) && (planes >> p & 1); i++)
             if (st == MT_OK &&
-                (up ? (param < 0 || i == param) && own_bytes(r, unit, i, (mt_plane)p, &skip) > 0
+                (up ? param < 0 || i == param
                     : mt_mirror_any(r->store, unit, i, 1u << p, IS(LOADING) | IS(STALE))))
                 st = put_copy(r, unit, i, (mt_plane)p, up);
     if (st == MT_OK)
-        st = record_done(r, r->units[unit], unit);
+        st = record_done(r, r->units[unit]);
     mt_unlock(&r->mu);
     if (st == MT_OK)
-        st = wait_done(r, r->units[unit], unit);
+        st = wait_done(r, r->units[unit]);
     (void)mt_watch_asks(ask);
     return st;
 }
@@ -555,7 +499,7 @@ static mt_status home_store(void *arg, int unit, int param, unsigned planes)
     const unsigned guests = planes & visiting(r, unit);
 
     if (guests != 0)
-        MT_DO(mt_arrive_push(r->cx->arrive, unit, param, guests));
+        MT_DO(mt__arrive_push(r, unit, param, guests));
     return copy(r, unit, param, planes & ~guests, 1);
 }
 
@@ -567,19 +511,17 @@ static mt_status home_at(void *arg, int unit, int param, mt_plane p, void **out)
 static mt_status home_drain(void *arg)
 {
     mt_resident *r = arg;
-    mt_status    st;
 
-    MT_WITH(&r->mu) st = r->dev->ops->record(r->queue, r->drained);
-    MT_DO(st);
+    MT_DO(MT_LOCKED(&r->mu, r->dev->ops->record(r->queue, r->drained)));
     MT_DO(wait_drained(r));
-    return r->cx->arrive != NULL ? mt_arrive_drain(r->cx->arrive) : MT_OK;
+    return mt__arrive_drain(r);
 }
 
 #define GRAD (1u << MT_PLANE_GRAD)
 
 #define LIVES_ON_THE_DEVICE                                                                       \
     .stays = GRAD, .later = HI, .wait = home_wait, .load = home_load, .store = home_store,        \
-    .take = home_take, .at = home_at, .come = home_come, .fits = home_fits,                       \
+    .take = home_take, .at = home_at, .come = home_come, .by = MT_BY_PUT,                         \
     .update = home_update, .drain = home_drain
 
 const mt_home mt_home_vram = {
@@ -593,12 +535,11 @@ const mt_home mt_home_arrive = {
     .registered = GRAD | MT_STATE_PLANES, LIVES_ON_THE_DEVICE,
 };
 
-
 mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads)
 {
-    settled *h;
+    mt__settled *h;
 
-    MT_DO(find(r, unit, &h));
+    MT_DO(mt__settled_find(r, unit, &h));
     if (visiting(r, unit) != 0)
         return MT_FAIL(MT_ESTATE, "unit %s is invited: its states come and leave",
                        mt_store_name(r->store, unit));
@@ -608,35 +549,22 @@ mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads)
         if (mt_store_made(r->store, unit, i, MT_PLANE_ACC, 1))
             mt_mirror_tell(r->store, unit, i, 1u << MT_PLANE_ACC, MT_MIRROR_CHANGED);
     MT_DO(mt_mirror_bring_own(r->store, unit, grads ? ~0u : ~GRAD));
-    if (r->ferry != NULL)
-        MT_DO(mt_ferry_drain(r->ferry));
+    MT_DO(mt_resident_raised(r));
     MT_DO(mt_ledger_wait_fetch(r->store, unit));
-    MT_DO(wait_done(r, h, unit));
+    MT_DO(wait_done(r, h));
     MT_DO(mt_store_move(r->store, unit, &mt_home_ram, NULL));
     mt_lock(&r->mu);
     if (r->updated == h->done)
         r->updated = NULL;
     r->units[unit] = NULL;
     mt_unlock(&r->mu);
-    mt_ferry_land(r->ferry, unit);
     settled_close(r, h);
     return MT_OK;
-}
-
-mt_status mt_resident_raised(mt_resident *r)
-{
-    return r->ferry != NULL ? mt_ferry_drain(r->ferry) : MT_OK;
 }
 
 /* ---- looking in ------------------------------------------------------------------------- */
 
 mt_resident_stats mt_resident_stats_get(mt_resident *r)
 {
-    mt_resident_stats stats;
-
-    MT_HOLD(&r->mu);
-    stats = r->stats;
-    if (r->ferry != NULL)
-        stats.d2h_bytes += mt_ferry_lowered(r->ferry);
-    return stats;
+    return MT_LOCKED(&r->mu, r->stats);
 }

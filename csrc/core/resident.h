@@ -5,11 +5,17 @@
  *             stay where they are
  *   queue     the residents' own: updates, fetches of weights, planes up and down, in that order.
  *             Host memory mirrors the planes (mirror.h)
- *   guest     a settled unit whose states are on the device around its update alone (arrive.h)
+ *   guest     a settled unit whose states (MT_STATE_PLANES) live on the host, and are on the device
+ *             around its update alone: between the last windows of backward and the first of the
+ *             next forward, when few activations live
+ *   piece     device memory that the caller gives for a stay
+ *   stay      from lift, which copies the states up, until leave, which gives the pieces back.
+ *             Copies down are put behind each update; until the stay ends the device's states are
+ *             good too
  *
  * In a share each rank has the unit's weights in a slot of its own and updates the portion that it
- * owns; of the other planes it has that portion alone. The ferry (ferry.h) brings weights between
- * ranks and to the share. Readers of other planes ask each rank for its portion (peers.c).
+ * owns; of the other planes it has that portion alone. The ferry (resident_impl.h) brings weights
+ * between ranks and to the share. Readers of other planes ask each rank for its portion (peers.c).
  *
  *     mt_resident_open(&cx, &r);
  *     mt_resident_settle(r, unit, mem);               // nothing of the unit is under way
@@ -18,6 +24,12 @@
  *     ... compute; mt_offload_put; mt_update_submit ...
  *     mt_mirror_bring(store, unit, 1u << MT_PLANE_HI);    // host: the weights are as on the device
  *     mt_resident_unsettle(r, unit, 1);                   // its planes move back
+ *
+ *     mt_arrive_invite(r, unit);                          // once, when it is settled
+ *     mt_arrive_sizes(r, unit, most, &bytes, &n);         // what pieces a stay takes
+ *     mt_arrive_lift(r, unit, most, mem, n, run);         // during backward: returns at once
+ *     ... the update, which waits for the copies up and puts those down behind it ...
+ *     mt_arrive_leave(r, unit, 0, &left);                 // left: the pieces are the caller's
  *
  * Edges (each can be left out: context.h):
  *   STEPPED  run waits for the unit's last update or fetch      recorded on the queue, behind it
@@ -30,29 +42,47 @@
  *   FETCHED  who gives the weights' host memory back waits on   recorded on the queue, behind the
  *            the host for copies out of it                      fetch
  *   UPDATED  await waits in the ledger until the unit's updates are in the queue. An update is put
- *            when the unit's gradients are whole
+ *            when the unit's gradients are whole; lift, wait and leave wait for updates too
+ * of guests, whose copies have a queue of their own:
+ *   VACANT   guests waits for compute that used the pieces before  recorded on run, by lift
+ *   LIFTED   the queue waits for the states, before it updates     the event of STORED
+ *            them
+ *   MADE     guests waits for the update whose states it copies    STEPPED's event
+ *   STORED   readers and writers of host planes, and leave, wait   recorded on guests, behind the
+ *            on the host for the unit's copies, up or down         unit's last copy
+ * and of the ferry:
+ *   MOVED    down waits for the update whose weights it copies     STEPPED's event
+ *   LOWERED  our thread waits before it ends the update, and the   recorded on down, behind the
+ *            unit's next update is put after that                  copy
+ *   RAISED   run waits for the copy up; and the residents' queue,  recorded on up, behind the copy
+ *            before it fetches what was written since
+ *   UPDATED  who raises waits in the ledger, on the host, until all ranks' updates are over: on the
+ *            device where slots are within reach, else in the share. A rank's next update waits
+ *            until no rank copies from its slot any more (update.h)
  *
- * Threads: open, settle, unsettle, close: one, while no other is inside for that unit.
- *          The rest: any.
+ * Threads: open, settle, unsettle, invite, dismiss, close: one, while no other is inside for that
+ *          unit. sizes, lift, leave: one at a time, and not while a submit of the unit is on its
+ *          way in. The rest: any.
  */
 #ifndef MT_RESIDENT_H
 #define MT_RESIDENT_H
 
-#include "arrive.h"
-#include "ferry.h"
 #include "mirror.h"
+
+#define MT_ARRIVE_LEAST ((size_t)8192)       /* bytes of a piece, at most: not less than this */
 
 typedef struct mt_resident mt_resident;
 
 mt_status mt_resident_open (mt_context *cx, mt_resident **out);
-/* waits for the queue; device planes are given back */
+/* waits for the queues; device planes are given back */
 void      mt_resident_close(mt_resident *r);
 
 /* mem: device memory of the unit's hi_bytes, which nobody else uses until the unit is unsettled.
  * The home's take follows before the unit's next hand-over or update, and mt_arrive_invite of a
  * guest before that. MT_ESTATE when the unit is settled. */
 mt_status mt_resident_settle(mt_resident *r, int unit, void *mem);
-/* In a share: see mt_ferry_reach. */
+/* In a share: names [ranks] of all ranks' slots. MT_ENOTSUP: one is out of reach. names NULL: slots
+ * are not within reach of all. While nothing of the unit is under way. */
 mt_status mt_resident_reach (mt_resident *r, int unit, const mt_mem_name *names);
 /* Its mem; NULL: it is not settled. */
 void     *mt_resident_mem   (const mt_resident *r, int unit);
@@ -76,8 +106,8 @@ mt_status mt_resident_parts(mt_resident *r, int unit, const mt_part **parts, int
  * update made them stale. */
 mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run);
 
-/* In a share: waits until what was updated has come from all ranks. Before the share's weights are
- * written from outside: with mt_ledger_wait_updates, nothing reads them then. */
+/* In a share: waits until what was updated is down, and has come from all ranks. Before the share's
+ * weights are written from outside: with mt_ledger_wait_updates, nothing reads them then. */
 mt_status mt_resident_raised(mt_resident *r);
 
 /* Inside a job's put, once: device memory for what is copied up from the host for this update
@@ -85,8 +115,28 @@ mt_status mt_resident_raised(mt_resident *r);
  * job has put it in the queue. */
 mt_status mt_resident_scratch(mt_resident *r, size_t bytes, void **out);
 
+/* ---- guests ------------------------------------------------------------------------------- */
+
+/* invite: the settled unit is a guest from now on; dismiss: it is none any more. Both while nothing
+ * of the unit is under way, and it has no stay. */
+mt_status mt_arrive_invite (mt_resident *r, int unit);
+mt_status mt_arrive_dismiss(mt_resident *r, int unit);
+int       mt_arrive_invited(const mt_resident *r, int unit);
+/* What a stay takes as the unit's parameters are trained now: n pieces, malloc'd bytes of each,
+ * none larger than `most`, which counts as MT_ARRIVE_LEAST where it is less. */
+mt_status mt_arrive_sizes(mt_resident *r, int unit, size_t most, size_t **bytes, int *n);
+/* The stay begins: mem[i] is device memory of bytes[i], aligned to 512; free behind what run was
+ * given so far. Nothing to do, and mem stays the caller's, when a stay has begun:
+ * *taken is 0 then. */
+mt_status mt_arrive_lift(mt_resident *r, int unit, size_t most, void *const *mem, int n,
+                         mt_queue *run, int *taken);
+/* The stay ends, when no update of the unit is announced and nothing of it is on its way; wait:
+ * waits for that. *left: the pieces are the caller's; also when there was no stay. */
+mt_status mt_arrive_leave(mt_resident *r, int unit, int wait, int *left);
+
+/* Since open; bytes: guests' states, and what the ferry copies, too. */
 typedef struct mt_resident_stats {
-    int64_t  fetches;            /* since open */
+    int64_t  fetches;
     uint64_t h2d_bytes, d2h_bytes;
 } mt_resident_stats;
 mt_resident_stats mt_resident_stats_get(mt_resident *r);

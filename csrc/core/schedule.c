@@ -38,15 +38,6 @@ static void put(walk *w, mt_step_kind kind, int unit, int slot)
 
 /* ---- what goes in ----------------------------------------------------------------------- */
 
-static mt_status check_trace(const int *trace, int64_t n, int n_units)
-{
-    for (int64_t i = 0; i < n; i++)
-        if (trace[i] < 0 || trace[i] >= n_units)
-            return MT_FAIL(MT_EINVAL, "entry %lld of the trace names unit %d of %d", (long long)i,
-                           trace[i], n_units);
-    return MT_OK;
-}
-
 /* The smallest slots that hold the unit. Larger ones are left to those that need them. */
 static mt_status find_class(int unit, size_t unit_bytes, const size_t *slot_bytes, int n_slots,
                             size_t *class_bytes)
@@ -69,73 +60,11 @@ static mt_status find_class(int unit, size_t unit_bytes, const size_t *slot_byte
     return MT_OK;
 }
 
-static void walk_close(walk *w)
-{
-    free(w->next);
-    free(w->soon);
-    free(w->slot_of);
-    free(w->class_bytes);
-    free(w->slot);
-    mt_schedule_free(w->out);
-}
-
-/* Everything empty. */
-static mt_status walk_open(walk *w, int64_t n_trace, int n_units, int n_slots)
-{
-    w->n_units = n_units;
-    w->n_slots = n_slots;
-    MT_DO(MT_MAKE(w->next, n_trace, "schedule"));
-    MT_DO(MT_MAKE(w->soon, n_units, "schedule"));
-    MT_DO(MT_MAKE(w->slot_of, n_units, "schedule"));
-    MT_DO(MT_MAKE(w->class_bytes, n_units, "schedule"));
-    MT_DO(MT_MAKE(w->slot, n_slots, "schedule"));
-    MT_DO(MT_MAKE(w->out, 1, "schedule"));
-    return MT_MAKE(w->out->steps, 2 * n_trace, "schedule");      /* each with a FETCH at most */
-}
-
-/* From the last COMPUTE to the first, who is needed when. */
-static void walk_read(walk *w, const size_t *slot_bytes)
-{
-    for (int u = 0; u < w->n_units; u++) {
-        w->soon[u] = NEVER;
-        w->slot_of[u] = -1;
-    }
-    for (int64_t k = w->n_uses - 1; k >= 0; k--) {
-        w->next[k] = w->soon[w->use[k]];
-        w->soon[w->use[k]] = k;
-    }
-    for (int i = 0; i < w->n_slots; i++)
-        w->slot[i] = (slot_state){ slot_bytes[i], -1, -1 };
-}
-
 /* ---- who gives way ---------------------------------------------------------------------- */
 
 static int64_t needed_at(const walk *w, const slot_state *s)
 {
     return s->unit < 0 ? NEVER : w->soon[s->unit];
-}
-
-/* Of the slots that fit use[need] and hold what is not needed until after it: the one needed last;
- * of equals, the one idle for longest. -1: every unit there is needed sooner.
- *
- * It may be the slot of the COMPUTE just passed, and where all units are of one class it is: only
- * there did something change. The copy then waits on the device for that COMPUTE's kernels. */
-static int farthest(const walk *w)
-{
-    size_t class_bytes = w->class_bytes[w->use[w->need]];
-    int    best = -1;
-
-    for (int i = 0; i < w->n_slots; i++) {
-        const slot_state *s = &w->slot[i];
-        int64_t           at = needed_at(w, s);
-
-        if (s->bytes != class_bytes || at <= w->need)
-            continue;
-        if (best < 0 || at > needed_at(w, &w->slot[best]) ||
-            (at == needed_at(w, &w->slot[best]) && s->last_use < w->slot[best].last_use))
-            best = i;
-    }
-    return best;
 }
 
 static void fetch(walk *w, int unit, int slot)
@@ -149,52 +78,86 @@ static void fetch(walk *w, int unit, int slot)
     w->slot_of[unit] = slot;
 }
 
-/* Every fetch that can stand here. */
+/* Every fetch that can stand here: of the slots that fit use[need] and hold what is not needed
+ * until after it, into the one needed last; of equals, the one idle for longest. It may be the slot
+ * of the COMPUTE just passed, and where all units are of one class it is: only there did something
+ * change. The copy then waits on the device for that COMPUTE's kernels. */
 static void prefetch(walk *w)
 {
-    for (int slot;; fetch(w, w->use[w->need], slot)) {
+    for (int best;; fetch(w, w->use[w->need], best)) {
         while (w->need < w->n_uses && w->slot_of[w->use[w->need]] >= 0)
             w->need++;
-        if (w->need == w->n_uses || (slot = farthest(w)) < 0)
+        if (w->need == w->n_uses)
+            return;
+        best = -1;
+        for (int i = 0; i < w->n_slots; i++) {
+            const slot_state *s = &w->slot[i];
+            int64_t           at = needed_at(w, s);
+
+            if (s->bytes != w->class_bytes[w->use[w->need]] || at <= w->need)
+                continue;
+            if (best < 0 || at > needed_at(w, &w->slot[best]) ||
+                (at == needed_at(w, &w->slot[best]) && s->last_use < w->slot[best].last_use))
+                best = i;
+        }
+        if (best < 0)                    /* every unit there is needed sooner */
             return;
     }
 }
 
 /* ---- the walk --------------------------------------------------------------------------- */
 
-static void walk_run(walk *w)
-{
-    prefetch(w);
-    for (int64_t k = 0; k < w->n_uses; k++) {
-        int unit = w->use[k], slot = w->slot_of[unit];
-
-        put(w, MT_COMPUTE, unit, slot);
-        w->slot[slot].last_use = k;
-        w->soon[unit] = w->next[k];
-        prefetch(w);
-    }
-}
-
 mt_status mt_schedule_build(const int *trace, int64_t n_trace,
                             const size_t *unit_bytes, int n_units,
                             const size_t *slot_bytes, int n_slots, mt_schedule **out)
 {
-    walk      w = { .use = trace, .n_uses = n_trace };
+    walk      w = { .use = trace, .n_uses = n_trace, .n_units = n_units, .n_slots = n_slots };
     mt_status st;
 
     if (n_trace < 0 || n_units < 0 || n_slots < 0)
         return MT_FAIL(MT_EINVAL, "schedule: %lld windows, %d units, %d slots",
                        (long long)n_trace, n_units, n_slots);
-    MT_TRY(check_trace(trace, n_trace, n_units));
-    MT_TRY(walk_open(&w, n_trace, n_units, n_slots));
-    walk_read(&w, slot_bytes);
+    for (int64_t i = 0; i < n_trace; i++)
+        if (trace[i] < 0 || trace[i] >= n_units)
+            return MT_FAIL(MT_EINVAL, "entry %lld of the trace names unit %d of %d", (long long)i,
+                           trace[i], n_units);
+    MT_TRY(MT_MAKE(w.next, n_trace, "schedule"));
+    MT_TRY(MT_MAKE(w.soon, n_units, "schedule"));
+    MT_TRY(MT_MAKE(w.slot_of, n_units, "schedule"));
+    MT_TRY(MT_MAKE(w.class_bytes, n_units, "schedule"));
+    MT_TRY(MT_MAKE(w.slot, n_slots, "schedule"));
+    MT_TRY(MT_MAKE(w.out, 1, "schedule"));
+    MT_TRY(MT_MAKE(w.out->steps, 2 * n_trace, "schedule"));      /* each with a FETCH at most */
+    for (int i = 0; i < n_slots; i++)
+        w.slot[i] = (slot_state){ slot_bytes[i], -1, -1 };
+    for (int u = 0; u < n_units; u++) {
+        w.soon[u] = NEVER;
+        w.slot_of[u] = -1;
+    }
+    for (int64_t k = n_trace - 1; k >= 0; k--) {         /* from the last COMPUTE to the first */
+        w.next[k] = w.soon[trace[k]];
+        w.soon[trace[k]] = k;
+    }
     for (int u = 0; u < n_units; u++)
         if (w.soon[u] != NEVER)
             MT_TRY(find_class(u, unit_bytes[u], slot_bytes, n_slots, &w.class_bytes[u]));
-    walk_run(&w);
+    prefetch(&w);
+    for (int64_t k = 0; k < n_trace; k++) {
+        int unit = trace[k], slot = w.slot_of[unit];
+
+        put(&w, MT_COMPUTE, unit, slot);
+        w.slot[slot].last_use = k;
+        w.soon[unit] = w.next[k];
+        prefetch(&w);
+    }
     *out = MT_KEEP(w.out);
 fail:
-    walk_close(&w);
+    free(w.next);
+    free(w.soon);
+    free(w.slot_of);
+    free(w.class_bytes);
+    free(w.slot);
+    mt_schedule_free(w.out);
     return st;
 }
 
@@ -241,4 +204,147 @@ size_t mt_schedule_print(const mt_schedule *s, const char *const *names, char *t
         len += n > 0 ? (size_t)n : 0;
     }
     return len;
+}
+
+/* ---- following one ------------------------------------------------------------------------ */
+
+static void kept_close(mt__kept *k)
+{
+    mt_schedule_free(k->sch);
+    free(k->trace);
+    memset(k, 0, sizeof *k);
+}
+
+void mt__course_close(mt__course *c)
+{
+    for (int i = 0; i < MT__COURSE_KEPT; i++)
+        kept_close(&c->kept[i]);
+    free(c->trace);
+    memset(c, 0, sizeof *c);
+}
+
+const mt_schedule *mt__course_schedule(const mt__course *c)
+{
+    return c->cur != NULL ? c->cur->sch : NULL;
+}
+
+/* The trace so far is how k's begins. */
+static int begins_like(const mt__course *c, const mt__kept *k)
+{
+    if (k->sch == NULL || c->n_trace > k->n_trace || c->n_trace == MT__COURSE_MARKS)
+        return 0;
+    return c->n_trace == 0 ||
+           memcmp(c->trace, k->trace, (size_t)c->n_trace * sizeof *c->trace) == 0;
+}
+
+mt_status mt__course_begin(mt__course *c, const size_t *unit_bytes, int n_units,
+                           const size_t *slot_bytes, int n_slots)
+{
+    int          fits = c->n_trace == 0 || c->n_trace == MT__COURSE_MARKS, at = 0;
+    mt_schedule *sch;
+    mt_status    st = MT_OK;
+
+    /* A forward that was not followed by its backward is the beginning of what the schedule in
+     * force was built from: that schedule stays. A trace met before gets its own back. */
+    fits = fits || (c->cur != NULL && begins_like(c, c->cur));
+    for (int i = 0; i < MT__COURSE_KEPT && !fits; i++)
+        if (c->kept[i].n_trace == c->n_trace && begins_like(c, &c->kept[i])) {
+            c->cur = &c->kept[i];
+            fits = 1;
+        }
+    for (int i = 1; i < MT__COURSE_KEPT; i++)    /* the oldest gives way */
+        if (c->kept[i].begun < c->kept[at].begun)
+            at = i;
+    if (!fits && (st = mt_schedule_build(c->trace, c->n_trace, unit_bytes, n_units, slot_bytes,
+                                         n_slots, &sch)) == MT_OK) {
+        kept_close(&c->kept[at]);
+        c->kept[at] = (mt__kept){ .trace = MT_KEEP(c->trace), .n_trace = c->n_trace, .sch = sch };
+        c->room = 0;                     /* the next trace has memory of its own */
+        c->cur = &c->kept[at];
+        c->rebuilds++;
+    }
+    c->begins++;
+    if (c->cur != NULL)
+        c->cur->begun = c->begins;
+    c->n_trace = 0;
+    c->at = 0;
+    return st;
+}
+
+/* First COMPUTE at or after step i, of `unit` unless that is -1; -1: none. */
+static int64_t next_compute(const mt_schedule *s, int64_t i, int unit)
+{
+    for (; i < s->n; i++)
+        if (s->steps[i].kind == MT_COMPUTE && (unit < 0 || s->steps[i].unit == unit))
+            return i;
+    return -1;
+}
+
+int mt__course_over(const mt__course *c)
+{
+    const mt_schedule *s = mt__course_schedule(c);
+    return s != NULL && next_compute(s, c->at, -1) < 0;
+}
+
+/* The order is not the one foreseen. Either another schedule foresaw it from the start, or the
+ * schedule in force goes on from the unit's next COMPUTE, or this window is one of its own. */
+static int64_t find_again(mt__course *c, int unit)
+{
+    int64_t step = -1;
+
+    for (int i = 0; i < MT__COURSE_KEPT; i++)
+        if (&c->kept[i] != c->cur && begins_like(c, &c->kept[i])) {
+            c->cur = &c->kept[i];
+            for (int64_t k = 0; k < c->n_trace; k++)     /* the newest of the trace's COMPUTEs */
+                step = next_compute(c->kept[i].sch, step + 1, -1);
+            return step;
+        }
+    return next_compute(mt__course_schedule(c), c->at, unit);
+}
+
+mt_status mt__course_compute(mt__course *c, int unit, int64_t *from, int64_t *step)
+{
+    const mt_schedule *s = mt__course_schedule(c);
+
+    /* At the limit units are dropped: begin then builds nothing, all stays correct on demand. */
+    if (c->n_trace < MT__COURSE_MARKS) {
+        MT_DO(MT_GROW(c->trace, c->room, c->n_trace + 1, "stream"));
+        c->trace[c->n_trace++] = unit;
+    }
+    *from = c->at;
+    *step = s == NULL ? -1 : next_compute(s, c->at, -1);
+    if (s != NULL && (*step < 0 || s->steps[*step].unit != unit)) {
+        *from = 0;                  /* whatever the slots should hold by now is looked at again */
+        *step = find_again(c, unit);
+    }
+    if (*step >= 0)
+        c->at = *step + 1;
+    return MT_OK;
+}
+
+int mt__course_wants(const mt__course *c, int64_t i, int64_t now)
+{
+    const mt_schedule *s = mt__course_schedule(c);
+    int                slot = s->steps[i].slot;
+
+    if (s->steps[i].kind != MT_FETCH)
+        return 0;
+    for (int64_t j = i + 1; j < s->n; j++) {
+        if (s->steps[j].kind == MT_FETCH && s->steps[j].slot == slot)
+            return 0;
+        if (s->steps[j].kind == MT_COMPUTE && s->steps[j].slot == slot && j >= now)
+            return 1;
+    }
+    return 0;
+}
+
+int mt__course_keeps(const mt__course *c, int64_t i, int slot)
+{
+    const mt_schedule *s = mt__course_schedule(c);
+    int64_t            until = next_compute(s, i, s->steps[i].unit);
+
+    for (int64_t j = i + 1; j < until; j++)
+        if (s->steps[j].kind == MT_FETCH && s->steps[j].slot == slot)
+            return 0;
+    return 1;
 }

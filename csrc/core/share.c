@@ -139,46 +139,10 @@ mt_status mt_share_make(int *fd)
     return MT_OK;
 }
 
-/* A description of its own, whose lock is its own. */
-static mt_status open_file(mt_share *h, int fd)
-{
-    char        path[64];
-    struct stat is;
-
-    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
-    if ((h->fd = mt_forks_open(path, O_RDWR | O_CLOEXEC, 0)) < 0)
-        return MT_FAIL(MT_EINVAL, "shared memory: descriptor %d: %s", fd, strerror(errno));
-    if (fstat(h->fd, &is) != 0 || (uint64_t)is.st_size != SHARE_BYTES)
-        return MT_FAIL(MT_EINVAL, "shared memory: descriptor %d is of another file", fd);
-    return MT_OK;
-}
-
 /* The byte of the file whose lock says that the rank lives. */
 static struct flock byte_of(int rank)
 {
     return (struct flock){ .l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = rank, .l_len = 1 };
-}
-
-static mt_status take_rank(mt_share *h)
-{
-    struct flock lock = byte_of(h->rank);
-    uint32_t     ranks = 0;
-    int          busy;
-
-    if (!atomic_compare_exchange_strong(&h->head->ranks, &ranks, (uint32_t)h->ranks) &&
-        ranks != (uint32_t)h->ranks)
-        return MT_FAIL(MT_EINVAL, "shared memory: rank %d counts %d ranks, others %u", h->rank,
-                       h->ranks, ranks);
-    busy = fcntl(h->fd, F_OFD_SETLK, &lock) != 0;
-    if (busy && errno != EAGAIN && errno != EACCES)
-        return MT_FAIL(MT_ENOTSUP, "shared memory: no lock of a file in memory: %s",
-                       strerror(errno));
-    if (busy || mt_share_said(h, MT_COUNT_CAME, h->rank) != 0)
-        return MT_FAIL(MT_ESTATE, "shared memory: rank %d is process %" PRIu64 " already, or was",
-                       h->rank, mt_share_said(h, MT_COUNT_CAME, h->rank));
-    mt_board_say(&h->board, MT_COUNT_CAME, (uint64_t)getpid(), 0);
-    h->came = 1;
-    return MT_OK;
 }
 
 MT_CLOSER(mt_share_close, mt_share)
@@ -187,7 +151,12 @@ mt_status mt_share_open(int fd, int rank, int ranks, mt_share **out)
 {
     size_t    counters = (size_t)(MT_COUNTS - 1 - MT_UNIT_COUNTS + ranks) * (size_t)ranks;
     mt_share *h MT_CLOSED(mt_share_close) = NULL;
-    void     *map;
+    char         path[64];
+    struct stat  is;
+    struct flock lock = byte_of(rank);
+    uint32_t     first = 0;              /* so many ranks, says who came first */
+    int          busy;
+    void        *map;
 
     if (rank < 0 || rank >= ranks || ranks > MT_RANKS_MOST)
         return MT_FAIL(MT_EINVAL, "shared memory: there is no rank %d of %d; there may be 1 to %d, "
@@ -195,11 +164,28 @@ mt_status mt_share_open(int fd, int rank, int ranks, mt_share **out)
     MT_DO(MT_MAKE(h, 1, "shared memory"));
     *h = (mt_share){ .fd = -1, .rank = rank, .ranks = ranks,
                      .head_bytes = sizeof(head) + counters * 2 * sizeof(uint64_t) };
-    MT_DO(open_file(h, fd));
+    /* A description of its own, whose lock is its own. */
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    if ((h->fd = mt_forks_open(path, O_RDWR | O_CLOEXEC, 0)) < 0)
+        return MT_FAIL(MT_EINVAL, "shared memory: descriptor %d: %s", fd, strerror(errno));
+    if (fstat(h->fd, &is) != 0 || (uint64_t)is.st_size != SHARE_BYTES)
+        return MT_FAIL(MT_EINVAL, "shared memory: descriptor %d is of another file", fd);
     MT_DO(mt_share_room(h, h->head_bytes, "ranks", &map));
     h->head = map;
     h->board = (mt_board){ .share = h, .unit = -1, .words = (_Atomic uint64_t *)(h->head + 1) };
-    MT_DO(take_rank(h));
+    if (!atomic_compare_exchange_strong(&h->head->ranks, &first, (uint32_t)ranks) &&
+        first != (uint32_t)ranks)
+        return MT_FAIL(MT_EINVAL, "shared memory: rank %d counts %d ranks, others %u", rank, ranks,
+                       first);
+    busy = fcntl(h->fd, F_OFD_SETLK, &lock) != 0;
+    if (busy && errno != EAGAIN && errno != EACCES)
+        return MT_FAIL(MT_ENOTSUP, "shared memory: no lock of a file in memory: %s",
+                       strerror(errno));
+    if (busy || mt_share_said(h, MT_COUNT_CAME, rank) != 0)
+        return MT_FAIL(MT_ESTATE, "shared memory: rank %d is process %" PRIu64 " already, or was",
+                       rank, mt_share_said(h, MT_COUNT_CAME, rank));
+    mt_board_say(&h->board, MT_COUNT_CAME, (uint64_t)getpid(), 0);
+    h->came = 1;
     *out = MT_KEEP(h);
     return MT_OK;
 }
@@ -403,22 +389,18 @@ void mt_board_close(mt_board *b)
 
 /* ---- who is there ------------------------------------------------------------------------- */
 
-/* What holds the lock is a description of the file, which ends with its process. */
-static int is_locked(const mt_share *h, int rank)
+/* What holds a rank's lock is a description of the file, which ends with its process. */
+mt_presence mt_share_presence(const mt_share *h, int rank)
 {
     struct flock lock = byte_of(rank);
 
-    return rank == h->rank || fcntl(h->fd, F_OFD_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
-}
-
-mt_presence mt_share_presence(const mt_share *h, int rank)
-{
     if (mt_share_said(h, MT_COUNT_LEFT, rank))
         return MT_RANK_LEFT;
     if (mt_share_lost_ns(h, rank) != 0)
         return MT_RANK_DIED;
     return mt_share_said(h, MT_COUNT_CAME, rank) == 0 || mt_share_speaker(h, rank) != rank ||
-           is_locked(h, rank) ? MT_RANK_HERE : MT_RANK_DIED;
+           rank == h->rank || fcntl(h->fd, F_OFD_GETLK, &lock) != 0 || lock.l_type != F_UNLCK
+           ? MT_RANK_HERE : MT_RANK_DIED;
 }
 
 uint64_t mt_share_lost_ns(const mt_share *h, int rank)

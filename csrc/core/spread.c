@@ -104,60 +104,34 @@ static mt_status meet(mt_store *s, const spread *w, mt_count what, uint64_t n)
     return MT_OK;
 }
 
-/* Every rank has written, and all the same. Who was interrupted comes here again. */
-static mt_status meet_writers(mt_store *s, const spread *w, uint64_t n)
-{
-    const mt_board *b = mt_share_board(s->share);
-    int             me = mt_share_rank(s->share), rank;
-    uint64_t        other;
-    mt_status       st;
-
-    if (mt_board_said(b, MT_COUNT_WRITTEN, me) < n)
-        mt_ledger_say(s, MT_COUNT_WRITTEN, n, about(w));
-    MT_DO(meet(s, w, MT_COUNT_WRITTEN, n));
-    if ((rank = mt_board_differs(b, MT_COUNT_WRITTEN, about(w))) == mt_share_ranks(s->share))
-        return MT_OK;
-    other = mt_board_about(b, MT_COUNT_WRITTEN, rank);
-    st = MT_FAIL(MT_EPEER, "rank %d wrote unit %s, parameter %d, where rank %d wrote unit %s, "
-                 "parameter %d; what one rank writes in place all ranks have to, in one order",
-                 rank, mt_store_name(s, (int)(other >> 40)), (int)(other >> 16 & 0xffffff), me,
-                 mt_store_name(s, w->unit), w->param);
-    mt_ledger_fault(s, st, mt_last_error());
-    return st;
-}
-
-/* A rank's portion of a plane, if anybody has looked at it here. */
-static mt_status copy_portion(mt_store *s, const spread *w, mt_plane p, int rank)
-{
-    mt_portion  part;
-    int64_t     from, n;
-    size_t      skip;
-    const char *place;
-    void       *at;
-
-    MT_DO(mt_portion_of(s, w->unit, rank, mt_share_ranks(s->share), &part));
-    n = mt_portion_part(&part, w->param, mt_store_desc(s, w->unit, w->param)->numel, &from);
-    skip = mt_store_plane_bytes(s, w->unit, w->param, p, from);
-    MT_DO(mt_store_at(s, w->unit, w->param, p, &at));
-    place = view_of(s, &mt__unit_at(s, w->unit)->plane[MT__HOST][p], at);
-    if (place != NULL)
-        memcpy((char *)at + skip, place + skip,
-               mt_store_plane_bytes(s, w->unit, w->param, p, n));
-    return MT_OK;
-}
-
 /* This rank's portion is everybody's. Of weights so are those of the ranks for which this one
  * speaks: all of them have written the same. */
 static mt_status spread_own(mt_store *s, const spread *w, uint64_t n)
 {
-    int          me = mt_share_rank(s->share);
+    int          me = mt_share_rank(s->share), ranks = mt_share_ranks(s->share);
     mt_watch_ask asks;
     mt_status    st;
 
     for (int p = 0; p < MT_PLANE_COUNT; p++)
-        for (int rank = 0; (w->planes >> p & 1) && rank < mt_share_ranks(s->share); rank++)
-            if (rank == me || (p == MT_PLANE_HI && mt_share_speaker(s->share, rank) == me))
-                MT_DO(copy_portion(s, w, (mt_plane)p, rank));
+        for (int rank = 0; (w->planes >> p & 1) && rank < ranks; rank++) {
+            mt_portion  part;
+            int64_t     from, some;
+            size_t      skip;
+            const char *place;
+            void       *at;
+
+            if (rank != me && !(p == MT_PLANE_HI && mt_share_speaker(s->share, rank) == me))
+                continue;
+            MT_DO(mt_portion_of(s, w->unit, rank, ranks, &part));
+            some = mt_portion_part(&part, w->param, mt_store_desc(s, w->unit, w->param)->numel,
+                                   &from);
+            skip = mt_store_plane_bytes(s, w->unit, w->param, (mt_plane)p, from);
+            MT_DO(mt_store_at(s, w->unit, w->param, (mt_plane)p, &at));
+            place = view_of(s, &mt__unit_at(s, w->unit)->plane[MT__HOST][p], at);
+            if (place != NULL)           /* somebody has looked at it here */
+                memcpy((char *)at + skip, place + skip,
+                       mt_store_plane_bytes(s, w->unit, w->param, (mt_plane)p, some));
+        }
     if (mt_share_is_apart(s->share))
         mt__mirror_lacks(s, w->unit, w->planes);         /* before anybody can bring them again */
     mt_ledger_say(s, MT_COUNT_SPREAD, n, 0);
@@ -169,15 +143,33 @@ static mt_status spread_own(mt_store *s, const spread *w, uint64_t n)
 
 mt_status mt_store_spread(mt_store *s, int unit, int param, unsigned planes)
 {
-    spread    w = { unit, param, planes };
-    mt__unit *u;
-    uint64_t  n;
+    spread          w = { unit, param, planes };
+    const mt_board *b;
+    mt__unit       *u;
+    uint64_t        n, other;
+    int             me, rank;
+    mt_status       st;
 
     MT_DO(mt__find(s, unit, param, &u));
     if (s->share == NULL)
         return MT_OK;
-    n = mt_share_said(s->share, MT_COUNT_SPREAD, mt_share_rank(s->share)) + 1;
-    MT_DO(meet_writers(s, &w, n));
+    b = mt_share_board(s->share);
+    me = mt_share_rank(s->share);
+    n = mt_board_said(b, MT_COUNT_SPREAD, me) + 1;
+    /* Every rank has written, and all the same. Who was interrupted comes here again. */
+    if (mt_board_said(b, MT_COUNT_WRITTEN, me) < n)
+        mt_ledger_say(s, MT_COUNT_WRITTEN, n, about(&w));
+    MT_DO(meet(s, &w, MT_COUNT_WRITTEN, n));
+    rank = mt_board_differs(b, MT_COUNT_WRITTEN, about(&w));
+    if (rank < mt_share_ranks(s->share)) {
+        other = mt_board_about(b, MT_COUNT_WRITTEN, rank);
+        st = MT_FAIL(MT_EPEER, "rank %d wrote unit %s, parameter %d, where rank %d wrote unit %s, "
+                     "parameter %d; what one rank writes in place all ranks have to, in one order",
+                     rank, mt_store_name(s, (int)(other >> 40)), (int)(other >> 16 & 0xffffff), me,
+                     mt_store_name(s, unit), param);
+        mt_ledger_fault(s, st, mt_last_error());
+        return st;
+    }
     MT_DO(spread_own(s, &w, n));
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         if (planes >> p & 1)

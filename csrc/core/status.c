@@ -28,26 +28,19 @@ const char *mt_last_error(void)
     return message;
 }
 
-/* "csrc/core/store.c" and "/somewhere/csrc/core/store.c" read alike: "store.c". */
-static const char *base_name(const char *path)
-{
-    const char *slash = strrchr(path, '/');
-
-    return slash != NULL ? slash + 1 : path;
-}
-
 mt_status mt_fail_(mt_status st, const char *file, int line, const char *fmt, ...)
 {
     /* Not straight into `message`: an argument may be the previous message. */
-    char    text[MESSAGE_BYTES];
-    va_list args;
+    char        text[MESSAGE_BYTES];
+    const char *slash = strrchr(file, '/');     /* wherever it was built, "store.c" */
+    va_list     args;
 
     va_start(args, fmt);
     (void)vsnprintf(text, sizeof text, fmt, args);
     va_end(args);
     /* 64 bytes are left for file and line, which must survive a long sentence. */
     (void)snprintf(message, sizeof message, "%.*s [%s:%d]", MESSAGE_BYTES - 64, text,
-                   base_name(file), line);
+                   slash != NULL ? slash + 1 : file, line);
     return st;
 }
 

@@ -225,40 +225,31 @@ static int64_t chunks_of(mt_dtype dt, int64_t n)
     return mt_plane_bytes(MT_PLANE_GRAD, dt, MT_STATES_FP32, n) > 0 ? mt_grains(n) : 0;
 }
 
-/* In a share: a unit's board, then its ranges (share.h, (5)). */
-static mt_status share_unit(mt_store *s, mt__unit *u)
-{
-    uint64_t hash = mix(mix(0xcbf29ce484222325u, &u->number, sizeof u->number), u->name,
-                        strlen(u->name));
-    size_t   chunks = 0, bytes, *offset;
-
-    for (int i = 0; i < u->shape.n; i++) {
-        int64_t what[2] = { u->shape.desc[i].dtype, u->shape.desc[i].numel };
-
-        hash = mix(hash, what, sizeof what);
-        u->chunk[i] = chunks;
-        chunks += (size_t)chunks_of(u->shape.desc[i].dtype, what[1]);
-    }
-    MT_DO(mt_board_open(s->share, u->name, u->number, hash, chunks, &u->board));
-    for (int p = 0; p < MT_PLANE_COUNT; p++) {
-        MT_DO(mt__lay_out(u, MT__HOST, (mt_plane)p, &offset, &bytes));
-        free(offset);
-        MT_DO(mt_share_take(s->share, bytes, &u->range[p]));
-    }
-    return MT_OK;
-}
-
 /* Under map_mu. n_units grows last, so whoever sees the number sees the unit. */
 static mt_status publish(mt_store *s, mt__unit *u)
 {
     int        i = u->number = atomic_load(&s->n_units);
     mt__unit ***seg = &s->seg[i / MT__SEG_UNITS];   /* only looked at when i is in range */
+    uint64_t   hash = mix(mix(0xcbf29ce484222325u, &i, sizeof i), u->name, strlen(u->name));
+    size_t     chunks = 0, bytes, *offset;
 
     if (i >= MT__SEGS * MT__SEG_UNITS)
         return MT_FAIL(MT_EINVAL, "unit %s: a store holds at most %d units; stream larger ones",
                        u->name, MT__SEGS * MT__SEG_UNITS);
-    if (s->share != NULL)
-        MT_DO(share_unit(s, u));
+    for (int k = 0; k < u->shape.n && u->shared; k++) {
+        int64_t what[2] = { u->shape.desc[k].dtype, u->shape.desc[k].numel };
+
+        hash = mix(hash, what, sizeof what);
+        u->chunk[k] = chunks;
+        chunks += (size_t)chunks_of(u->shape.desc[k].dtype, what[1]);
+    }
+    if (u->shared)                       /* its board, then its ranges: share.h, (5) */
+        MT_DO(mt_board_open(s->share, u->name, i, hash, chunks, &u->board));
+    for (int p = 0; p < MT_PLANE_COUNT && u->shared; p++) {
+        MT_DO(mt__lay_out(u, MT__HOST, (mt_plane)p, &offset, &bytes));
+        free(offset);
+        MT_DO(mt_share_take(s->share, bytes, &u->range[p]));
+    }
     if (*seg == NULL)
         MT_DO(MT_MAKE(*seg, MT__SEG_UNITS, u->name));
     (*seg)[i % MT__SEG_UNITS] = u;
@@ -571,17 +562,6 @@ static void keep_own(const mt__unit *u, int side, mt_plane p, extent *x)
     }
 }
 
-/* Where a parameter's part of the plane's addresses begins, in a share. */
-static size_t place_of(const mt__unit *u, mt_plane p, int param)
-{
-    size_t at = 0, bytes;
-
-    for (int i = 0; i < param; i++)
-        if (has_room(u, 1, p, &u->shape.desc[i], &bytes))
-            at = round_up(at + bytes, u->align);
-    return at;
-}
-
 /* Host memory: addresses for all of it, pages for what is this process's; of a copy none yet. Under
  * making, also while the pool touches the pages: another thread's first `at` waits for it. No chunk
  * of the pool's asks for addresses, so the pool's turn comes. */
@@ -589,7 +569,7 @@ static mt_status map(mt_store *s, const mt__unit *u, int side, mt_plane p, const
                      mt_arena *out)
 {
     int       copy = x->own ? is_own_copy(u, p, x->first) : is_copy(u, p);
-    size_t    mapped = mt_store_bytes(s, MT_PLANE_COUNT);
+    size_t    mapped = mt_store_bytes(s, MT_PLANE_COUNT), at = 0, bytes;
     mt_dev   *dev = registered(u, atomic_load(&u->home)) >> p & 1 ? s->dev : NULL;
     mt_arena  made = { 0 };
     char      what[256];
@@ -608,8 +588,13 @@ static mt_status map(mt_store *s, const mt__unit *u, int side, mt_plane p, const
             MT_DO(mt_arena_reserve(&made, x->bytes, what, mapped));
         else if (!x->own)
             MT_DO(mt_arena_range(&made, &u->range[p], 0, what, mapped));
-        else
-            mt_arena_part(&made, &u->plane[MT__HOST][p].arena, place_of(u, p, x->first), x->bytes);
+        else {
+            /* Its part of the plane's addresses is behind those of parameters before it. */
+            for (int i = 0; i < x->first; i++)
+                if (has_room(u, 1, p, &u->shape.desc[i], &bytes))
+                    at = round_up(at + bytes, u->align);
+            mt_arena_part(&made, &u->plane[MT__HOST][p].arena, at, x->bytes);
+        }
         mt_arena_keep(&made, x->from, x->kept);
         if (!copy && (st = mt_arena_commit(&made, s->pool, dev)) != MT_OK) {
             mt_arena_close(&made);
@@ -705,14 +690,27 @@ static void *find_at(mt_store *s, const mt__plane *pl, int param)
     return address_of(pl, param);
 }
 
-/* Under making. Has the parameter an address in this plane already, or a right to one? One that is
- * not trained any more may have its states moved. */
-static mt_status check_at(mt_store *s, const mt__unit *u, int param, int side, mt_plane p)
+static mt_status at(mt_store *s, int unit, int param, int side, mt_plane p, void **out)
 {
-    const mt_param_desc *d = &u->shape.desc[param];
-    const mt__plane     *pl = &u->plane[side][p];
-    int                  other = side == MT__HOST ? MT__DEVICE : MT__HOST;
+    const mt_param_desc *d;
+    mt__plane           *pl, *other;
+    mt__unit            *u;
+    void                *found;
 
+    if (!plane_ok(p))
+        return MT_FAIL(MT_EINVAL, "there is no plane %d", (int)p);
+    MT_DO(mt__find(s, unit, param, &u));
+    d = &u->shape.desc[param];
+    pl = &u->plane[side][p];
+    other = &u->plane[side == MT__HOST ? MT__DEVICE : MT__HOST][p];
+    if (side == MT__DEVICE && !(atomic_load(&u->home)->device >> p & 1))
+        return MT_FAIL(MT_EINVAL, "unit %s: the store has no plane %s of it on the device; settled "
+                       "units have those other than HI there", u->name, mt_plane_name(p));
+    if ((found = find_at(s, pl, param)) != NULL) {
+        *out = found;
+        return MT_OK;
+    }
+    MT_HOLD(&pl->making);
     if (elem_bytes(p, d->dtype, states_of(u)) == 0)
         return MT_FAIL(MT_EINVAL,
                        "unit %s: plane %s has nothing for parameter %d, which is %s with %s "
@@ -722,33 +720,12 @@ static mt_status check_at(mt_store *s, const mt__unit *u, int param, int side, m
         return MT_FAIL(MT_ESTATE,
                        "unit %s: its gradients pass; there are none between an update and the next "
                        "hand-over", u->name);
+    /* One that is not trained any more may have its states moved. */
     if (p != MT_PLANE_HI && !trains(d) && address_of(pl, param) == NULL &&
-        find_at(s, &u->plane[other][p], param) == NULL)
+        find_at(s, other, param) == NULL)
         return MT_FAIL(MT_EINVAL, "unit %s: parameter %d is not trainable, so plane %s leaves it "
                        "out; call mt_store_set_trainable() first",
                        u->name, param, mt_plane_name(p));
-    return MT_OK;
-}
-
-static mt_status at(mt_store *s, int unit, int param, int side, mt_plane p, void **out)
-{
-    mt__plane *pl;
-    mt__unit  *u;
-    void      *found;
-
-    if (!plane_ok(p))
-        return MT_FAIL(MT_EINVAL, "there is no plane %d", (int)p);
-    MT_DO(mt__find(s, unit, param, &u));
-    pl = &u->plane[side][p];
-    if (side == MT__DEVICE && !(atomic_load(&u->home)->device >> p & 1))
-        return MT_FAIL(MT_EINVAL, "unit %s: the store has no plane %s of it on the device; settled "
-                       "units have those other than HI there", u->name, mt_plane_name(p));
-    if ((found = find_at(s, pl, param)) != NULL) {
-        *out = found;
-        return MT_OK;
-    }
-    MT_HOLD(&pl->making);
-    MT_DO(check_at(s, u, param, side, p));
     MT_DO(plane_make(s, u, side, p));
     if (address_of(pl, param) == NULL)
         MT_DO(own_make(s, u, param, side, p));
@@ -889,14 +866,9 @@ size_t mt_store_reserved(mt_store *s, int unit, mt_plane p)
 
 /* ---- homes ------------------------------------------------------------------------------ */
 
-static int home_fits(const mt_update_job *j)
-{
-    return j->run != NULL;
-}
-
 const mt_home mt_home_ram = {
     .lives = "lives in host memory", .registered = 1u << MT_PLANE_HI | 1u << MT_PLANE_GRAD,
-    .fits = home_fits, .turn = 2,
+    .by = MT_BY_RUN, .turn = 2,
 };
 
 const mt_home *mt_store_home(const mt_store *s, int unit, void **of)
@@ -909,11 +881,15 @@ const mt_home *mt_store_home(const mt_store *s, int unit, void **of)
     return h;
 }
 
-/* All that there is to know of what may be combined. */
-static mt_status may_move(mt_store *s, const mt__unit *u, const mt_home *from, const mt_home *to)
+/* The host's memory is there before anything has changed: all of it, where the device's goes, and
+ * registered. */
+mt_status mt__home_ready(mt_store *s, int unit, const mt_home *to)
 {
-    mt_plane made;
+    mt__unit      *u = mt__unit_at(s, unit);
+    const mt_home *from = atomic_load(&u->home);
+    mt_plane       made;
 
+    /* All that there is to know of what may be combined. */
     if (to->from != from && from->from != to)
         return MT_FAIL(MT_ESTATE, "unit %s %s; it cannot be one that %s too", u->name, from->lives,
                        to->lives);
@@ -925,40 +901,23 @@ static mt_status may_move(mt_store *s, const mt__unit *u, const mt_home *from, c
     if (made != MT_PLANE_COUNT)
         return MT_FAIL(MT_ESTATE, "unit %s has its plane %s in memory already; one that %s goes "
                        "there before that is asked for", u->name, mt_plane_name(made), to->lives);
-    return MT_OK;
-}
-
-/* Those arenas that are made, and not reserved, are registered. */
-static mt_status register_plane(mt_store *s, const mt__unit *u, mt__plane *pl)
-{
-    mt_arena *a;
-    mt_status st = MT_OK;
-
-    MT_HOLD(&pl->making);
-    for (int i = -1; (a = arena_of(u, pl, i)) != NULL && st == MT_OK; i++) {
-        mt_arena made = *a;
-
-        if (made.base == NULL || made.reserved)
-            continue;
-        if ((st = mt_arena_register(&made, s->dev)) == MT_OK)
-            MT_WITH(&s->map_mu) *a = made;
-    }
-    return st;
-}
-
-/* The host's memory is there before anything has changed: all of it, where the device's goes, and
- * registered. */
-mt_status mt__home_ready(mt_store *s, int unit, const mt_home *to)
-{
-    mt__unit      *u = mt__unit_at(s, unit);
-    const mt_home *from = atomic_load(&u->home);
-
-    MT_DO(may_move(s, u, from, to));
     for (int p = 0; p < MT_PLANE_COUNT; p++) {
         if (from->device && !to->device && u->plane[MT__HOST][p].at != NULL)
             MT_DO(mt_store_commit(s, unit, (mt_plane)p));
-        if (registered(u, to) >> p & 1)
-            MT_DO(register_plane(s, u, &u->plane[MT__HOST][p]));
+        if (registered(u, to) >> p & 1) {
+            mt__plane *pl = &u->plane[MT__HOST][p];
+            mt_arena  *a;
+
+            MT_HOLD(&pl->making);
+            for (int i = -1; (a = arena_of(u, pl, i)) != NULL; i++) {
+                mt_arena one = *a;
+
+                if (one.base == NULL || one.reserved)
+                    continue;
+                MT_DO(mt_arena_register(&one, s->dev));
+                MT_WITH(&s->map_mu) *a = one;
+            }
+        }
     }
     return MT_OK;
 }

@@ -25,7 +25,6 @@
 #include "stream.h"
 
 #include "clock.h"
-#include "course.h"
 #include "portion.h"
 #include "turn.h"
 #include "worker.h"
@@ -219,20 +218,6 @@ static void tell_feed(mt_stream *s)
     mt_feed_expect(s->cx->feed, units, n);
 }
 
-/* Behind FREED and before the copy, so that whoever reads too early reads NaN. */
-static mt_status put_poison(mt_stream *s, const request *r, size_t bytes)
-{
-    if (s->poison == NULL) {
-        MT_DO(MT_MAKE(s->poison, (int64_t)POISON_BYTES, "stream"));
-        memset(s->poison, 0xFF, POISON_BYTES);
-    }
-    for (size_t at = 0; at < bytes; at += POISON_BYTES) {
-        size_t n = bytes - at < POISON_BYTES ? bytes - at : POISON_BYTES;
-        MT_DO(s->dev->ops->copy(s->h2d, (char *)r->mem + at, s->poison, n));
-    }
-    return MT_OK;
-}
-
 static mt_status copy_hi(mt_stream *s, const request *r, const void *hi)
 {
     const cut          *c = cut_of(s, r->unit);
@@ -265,11 +250,18 @@ static mt_status put_copy(mt_stream *s, const request *r, const void *hi)
     const mt_dev_ops *v = s->dev->ops;
     slot             *k = &s->slots[r->slot];
     size_t            bytes = bytes_of(s, r->unit);
+    int               poisons = mt_poisons(s->cx);
 
     /* FREED: compute on what the slot held was put in run before `freed` was recorded there. */
     MT_DO(mt_edge(s->cx, MT_EDGE_FREED, s->h2d, k->freed));
-    if (mt_poisons(s->cx))
-        MT_DO(put_poison(s, r, bytes));
+    if (poisons && s->poison == NULL) {
+        MT_DO(MT_MAKE(s->poison, (int64_t)POISON_BYTES, "stream"));
+        memset(s->poison, 0xFF, POISON_BYTES);
+    }
+    /* Behind FREED and before the copy, so that whoever reads too early reads NaN. */
+    for (size_t at = 0; poisons && at < bytes; at += POISON_BYTES)
+        MT_DO(v->copy(s->h2d, (char *)r->mem + at, s->poison,
+                      bytes - at < POISON_BYTES ? bytes - at : POISON_BYTES));
     MT_DO(hi != NULL ? copy_hi(s, r, hi) : mt_feed_copy(s->cx->feed, r->unit, r->mem, s->h2d));
     return v->record(s->h2d, k->ready);
 }
@@ -343,7 +335,6 @@ mt_status mt_stream_open(const mt_context *cx, const mt_slot_desc *slots, int n_
     MT_DO(MT_MAKE(s, 1, "stream"));
     *s = (mt_stream){ .cx = cx, .dev = cx->dev, .store = cx->store, .hooks = hooks,
                       .last_unit = -1, .computing = -1 };
-    mt__course_open(&s->course);
     mt_mutex_open(&s->mu, MT_RANK_STREAM);
     MT_DO(MT_MAKE(s->slots, n_slots, "stream"));
     MT_DO(MT_MAKE(s->slot_bytes, n_slots, "stream"));
@@ -450,15 +441,6 @@ mt_status mt_stream_cut(mt_stream *s, int unit, const mt_cut_range *ranges, int 
 }
 
 /* ---- asking for copies: the acquiring thread -------------------------------------------- */
-
-/* The slot that is the unit's for good; -1: none. */
-static int settled_slot(const mt_stream *s, int unit)
-{
-    for (int k = 0; k < s->n_slots && s->n_settled > 0; k++)
-        if (s->slots[k].settled && s->slots[k].unit == unit)
-            return k;
-    return -1;
-}
 
 /* Its weights are in files of all mates: there is no other way to it than together. */
 static int needs_mates(const mt_stream *s, int unit)
@@ -609,24 +591,6 @@ static mt_status hand_over(mt_stream *s, int64_t i, mt_queue *run)
     return fetch(s, step->slot, step->unit, comes_in_part(s, step->unit), run);
 }
 
-/* The FETCHes up to the next COMPUTE. Slot `keep` was just given out: nobody has a tensor in it
- * yet, so `held` does not protect it, and its compute is not in run. What comes from there on
- * waits for the next acquire. */
-static mt_status look_ahead(mt_stream *s, int keep, mt_queue *run)
-{
-    const mt_schedule *sch = mt__course_schedule(&s->course);
-
-    for (; s->course.at < sch->n; s->course.at++) {
-        const mt_step *step = &sch->steps[s->course.at];
-
-        if (step->kind == MT_COMPUTE || (step->kind == MT_FETCH && step->slot == keep))
-            break;
-        if (step->kind == MT_FETCH)
-            MT_DO(hand_over(s, s->course.at, run));
-    }
-    return MT_OK;
-}
-
 mt_status mt_stream_begin(mt_stream *s)
 {
     int     n_units = mt_stream_numbers(s);
@@ -663,18 +627,19 @@ static mt_status check_fits(const mt_stream *s, int unit)
 /* A window of its own: the cursor moves, copies are asked for, *k is where the unit will be. */
 static mt_status open_window(mt_stream *s, int unit, mt_queue *run, int *k)
 {
-    int64_t from, step;
-    int     planned = -1;
+    const mt_schedule *sch;
+    int64_t            from, step;
+    int                planned;
 
     MT_DO(mt__course_compute(&s->course, unit, &from, &step));
-    if (step >= 0)
-        planned = mt__course_schedule(&s->course)->steps[step].slot;
+    sch = mt__course_schedule(&s->course);
+    planned = step >= 0 ? sch->steps[step].slot : -1;
     /* The FETCHes in [from, step) that are of use from here on. On the schedule these are the ones
      * that the previous window's slot held up; off it, what the slots should hold by now. A slot
      * that has the unit of this step, which the schedule may not know, stays as it is. */
     for (int64_t i = from; i < step && !mt_syncs(s->cx); i++)
         if (mt__course_wants(&s->course, i, step) &&
-            mt__course_schedule(&s->course)->steps[i].slot != holding(s, unit, planned))
+            sch->steps[i].slot != holding(s, unit, planned))
             MT_DO(hand_over(s, i, run));
     if ((*k = holding(s, unit, planned)) < 0) {
         *k = give_way(s, unit);
@@ -682,18 +647,28 @@ static mt_status open_window(mt_stream *s, int unit, mt_queue *run, int *k)
     }
     s->slots[*k].last_use = ++s->tick;
     s->last_unit = unit;
-    if (step >= 0 && !mt_syncs(s->cx))
-        MT_DO(look_ahead(s, *k, run));
+    /* The FETCHes up to the next COMPUTE. Slot k was just given out: nobody has a tensor in it yet,
+     * so `held` does not protect it, and its compute is not in run. What comes from there on waits
+     * for the next acquire. */
+    for (; step >= 0 && !mt_syncs(s->cx) && s->course.at < sch->n; s->course.at++) {
+        const mt_step *next = &sch->steps[s->course.at];
+
+        if (next->kind == MT_COMPUTE || next->slot == *k)
+            break;
+        MT_DO(hand_over(s, s->course.at, run));
+    }
     return MT_OK;
 }
 
 mt_status mt_stream_acquire(mt_stream *s, int unit, mt_queue *run, int *slot_out, void **mem)
 {
-    int k;
+    int k = -1;                          /* the slot that is the unit's for good; -1: none */
 
     MT_DO(mt_ledger_check(s->store));
     s->takes_turn = 0;
-    if ((k = settled_slot(s, unit)) < 0) {
+    for (int i = 0; i < s->n_slots && s->n_settled > 0 && k < 0; i++)
+        k = s->slots[i].settled && s->slots[i].unit == unit ? i : -1;
+    if (k < 0) {
         MT_DO(check_fits(s, unit));
         if (unit != s->last_unit || (k = holding(s, unit, -1)) < 0) {
             MT_DO(open_window(s, unit, run, &k));

@@ -34,7 +34,6 @@
 enum { SOURCES = 1, TENSORS = 2 };
 
 /* swap.h says what they mean. */
-enum { NONE, FILLED, LANDED, BOTH };
 typedef enum { NEW, FILLING, WRITING, STORED, READING, UNREAD, LOST, STAGES } stage;
 
 static const unsigned next_stages[STAGES] = {
@@ -45,16 +44,10 @@ static const unsigned next_stages[STAGES] = {
     [READING] = 1 << STORED | 1 << UNREAD,
     [UNREAD] = 1 << STORED,
 };
-static const unsigned next_waits[] = {
-    [NONE] = 1 << FILLED | 1 << LANDED,
-    [FILLED] = 1 << NONE | 1 << BOTH,
-    [LANDED] = 1 << NONE | 1 << LANDED,
-    [BOTH] = 1 << LANDED | 1 << BOTH,
-};
 
 typedef struct owed {                    /* a wait for copies that our thread owes a bay. mu */
     mt_job        node;
-    int           n;                     /* so many copies are not over; changed by `count` alone */
+    int           n;                     /* so many copies are not over */
     struct bay   *bay;
 } owed;
 
@@ -79,7 +72,7 @@ typedef struct bundle {                  /* mu, but for what is constant */
     bay         *bay;                    /* that has its bytes; NULL: the file alone has them */
     struct bundle *older, *newer;
 
-    mt_place    *place;                  /* these, to `post`, of the tier FILE */
+    mt_place     place;                  /* these, to `post`, of the tier FILE */
     stage        at;
     int          wanted;                 /* brought, and copies back not put yet: the bay stays */
     int          told;                   /* LOST: mt_swap_out has said so */
@@ -132,21 +125,6 @@ static void become(bundle *k, stage to)
     k->at = to;
 }
 
-static unsigned waits_of(const bay *b)
-{
-    return (b->fills.n > 0 ? FILLED : NONE) | (b->lands.n > 0 ? LANDED : NONE);
-}
-
-/* One more wait, or one less. Without DRAINED a bay may be filled anew while it is emptied. */
-static void count(const mt_swap *w, owed *o, int more)
-{
-    unsigned before = waits_of(o->bay);
-
-    MT_ASSERT(mt_holds(&w->mu));
-    o->n += more;
-    MT_ASSERT(next_waits[before] >> waits_of(o->bay) & 1 || mt_skips(w->cx, MT_EDGE_DRAINED));
-}
-
 /* FILLING, WRITING and READING end by themselves. */
 static int is_under_way(const bundle *k)
 {
@@ -156,25 +134,6 @@ static int is_under_way(const bundle *k)
 static int is_dropped(const bundle *k)
 {
     return k->needed == 0 && k->users == 0;
-}
-
-static void assert_bundle(const mt_swap *w, const bundle *k)
-{
-    int needs = k->tier == MT_SWAP_HOST || k->at == FILLING || k->at == READING ||
-                (k->at == WRITING && !mt_skips(w->cx, MT_EDGE_WRITTEN));
-
-    MT_ASSERT(k->w == w && (k->bay == NULL || k->bay->holds == k) && k->number <= w->bundles);
-    MT_ASSERT(k->bay != NULL || !needs || k->needed == 0);
-    MT_ASSERT(k->st == MT_OK || k->at == UNREAD || k->at == LOST);
-    MT_ASSERT(!is_dropped(k) || is_under_way(k));
-    MT_ASSERT(k->older == NULL || (k->older->newer == k && k->older->number < k->number));
-}
-
-static void assert_bay(const bay *b)
-{
-    MT_ASSERT(b->holds == NULL || b->holds->bay == b);
-    MT_ASSERT(b->fills.n == 0 || (b->fills.n == 1 && b->holds != NULL && b->holds->at == FILLING));
-    MT_ASSERT(b->lands.n >= 0 && b->lands.n <= 2 && (b->lands.n > 0 || !b->lands.node.listed));
 }
 
 /* At each door: bytes, bays and requests are counted once. */
@@ -188,13 +147,24 @@ static void assert_state(const mt_swap *w)
     MT_ASSERT(mt_holds(&w->mu));
     for (int tier = 0; tier < 2; tier++)
         for (const bay *b = w->bays[tier]; b != NULL; b = b->next) {
-            assert_bay(b);
+            MT_ASSERT(b->holds == NULL || b->holds->bay == b);
+            MT_ASSERT(b->fills.n == 0 ||
+                      (b->fills.n == 1 && b->holds != NULL && b->holds->at == FILLING));
+            MT_ASSERT(b->lands.n >= 0 && b->lands.n <= 2 &&
+                      (b->lands.n > 0 || !b->lands.node.listed));
             bytes[tier] += b->arena.bytes;
             used += tier == MT_SWAP_HOST && b->holds != NULL ? b->arena.bytes : 0;
             made += tier == MT_SWAP_FILE;
         }
     for (const bundle *k = w->newest; k != NULL; k = k->older) {
-        assert_bundle(w, k);
+        int needs = k->tier == MT_SWAP_HOST || k->at == FILLING || k->at == READING ||
+                    (k->at == WRITING && !mt_skips(w->cx, MT_EDGE_WRITTEN));
+
+        MT_ASSERT(k->w == w && (k->bay == NULL || k->bay->holds == k) && k->number <= w->bundles);
+        MT_ASSERT(k->bay != NULL || !needs || k->needed == 0);
+        MT_ASSERT(k->st == MT_OK || k->at == UNREAD || k->at == LOST);
+        MT_ASSERT(!is_dropped(k) || is_under_way(k));
+        MT_ASSERT(k->older == NULL || (k->older->newer == k && k->older->number < k->number));
         requests += k->at == WRITING || k->at == READING;
     }
     MT_ASSERT(made == w->made_bays && made <= w->n_bays && requests == w->requests);
@@ -216,36 +186,7 @@ static void bay_close(mt_swap *w, bay *b)
     free(b);
 }
 
-static mt_status bay_memory(mt_swap *w, mt_arena *out, size_t bytes)
-{
-    return mt_arena_open(out, bytes, w->cx->pool, w->dev, "activations on the host",
-                         w->stats.host_bytes + w->stats.spill.host_bytes);
-}
-
-static mt_status bay_open(mt_swap *w, size_t bytes, bay **out)
-{
-    bay      *b;
-    mt_status st;
-
-    MT_DO(MT_MAKE(b, 1, "swap"));
-    b->fills.bay = b->lands.bay = b;
-    MT_TRY(w->dev->ops->event_open(w->dev, &b->filled));
-    MT_TRY(w->dev->ops->event_open(w->dev, &b->landed));
-    MT_TRY(bay_memory(w, &b->arena, bytes));
-    *out = b;
-    return MT_OK;
-fail:
-    bay_close(w, b);
-    return st;
-}
-
 /* These, and what follows: under mu. */
-static void push(mt_swap *w, mt_swap_tier tier, bay *b)
-{
-    b->next = w->bays[tier];
-    w->bays[tier] = b;
-}
-
 static void part(bay *b)
 {
     MT_ASSERT(b->fills.n == 0);
@@ -266,52 +207,72 @@ static void join(bay *b, bundle *k)
         k->w->stats.used_bytes += b->arena.bytes;
 }
 
-/* The smallest free bay that holds `bytes`; else *largest is the largest free one, NULL if none
- * is. Nothing at all is held by bays of their own. */
-static bay *fitting(const mt_swap *w, size_t bytes, bay **largest)
+/* Other memory for a bay that may go. Lets go of mu meanwhile: memory is slow to come, and the
+ * file's threads go on. The bay and its events stay: somebody may be about to wait for them. */
+static mt_status enlarge(mt_swap *w, bay *b, size_t *all, size_t bytes)
 {
-    bay *best = NULL;
+    mt_arena  arena = b->arena;
+    mt_status st;
 
-    *largest = NULL;
-    for (bay *b = w->bays[MT_SWAP_HOST]; b != NULL; b = b->next) {
-        if (b->holds != NULL || (b->arena.bytes == 0) != (bytes == 0))
-            continue;
-        if (b->arena.bytes >= bytes && (best == NULL || b->arena.bytes < best->arena.bytes))
-            best = b;
-        if (*largest == NULL || b->arena.bytes > (*largest)->arena.bytes)
-            *largest = b;
-    }
-    return best;
+    part(b);
+    b->arena = (mt_arena){ 0 };
+    *all -= arena.bytes;
+    mt_unlock(&w->mu);
+    mt_arena_close(&arena);
+    st = mt_arena_open(&arena, bytes, w->cx->pool, w->dev, "activations on the host",
+                       w->stats.host_bytes + w->stats.spill.host_bytes);
+    mt_lock(&w->mu);
+    b->arena = arena;
+    *all += arena.bytes;
+    return st;
 }
 
-/* A bay of the tier HOST for a bundle, by who has the turn; without mu, as memory takes its time.
- * Where no free one holds so many bytes, the largest of them gives way to a new one; its copies
- * must be over before its memory goes. */
+/* One without memory, which enlarge makes. */
+static mt_status one_more(mt_swap *w, mt_swap_tier tier, bay **out)
+{
+    bay      *b;
+    mt_status st;
+
+    MT_DO(MT_MAKE(b, 1, "swap"));
+    b->fills.bay = b->lands.bay = b;
+    MT_TRY(w->dev->ops->event_open(w->dev, &b->filled));
+    MT_TRY(w->dev->ops->event_open(w->dev, &b->landed));
+    b->next = w->bays[tier];
+    *out = w->bays[tier] = b;
+    return MT_OK;
+fail:
+    bay_close(w, b);
+    return st;
+}
+
+/* A bay of the tier HOST for a bundle, under mu, by who has the turn: the smallest free one that
+ * holds it. Where none does, the largest of them is enlarged; its copies must be over before its
+ * memory goes. */
 static mt_status host_bay(mt_swap *w, bundle *k)
 {
-    bay *b, *largest, **at = &w->bays[MT_SWAP_HOST];
+    bay      *largest = NULL, *b = NULL;
+    mt_status st;
 
-    MT_WITH(&w->mu) {
-        if ((b = fitting(w, k->whole, &largest)) != NULL)
-            join(b, k);
+    for (bay *i = w->bays[MT_SWAP_HOST]; i != NULL; i = i->next) {
+        size_t bytes = i->arena.bytes;
+
+        if (i->holds != NULL || (k->whole == 0 && bytes > 0))
+            continue;                    /* nothing at all is held by bays without memory */
+        if (bytes >= k->whole && (b == NULL || bytes < b->arena.bytes))
+            b = i;
+        if (largest == NULL || bytes > largest->arena.bytes)
+            largest = i;
     }
-    if (b != NULL)
-        return MT_OK;
-    if (largest != NULL) {
-        MT_DO(mt_watch_event(watch_of(w), largest->filled, largest->filling.unit, LEFT));
-        MT_DO(mt_watch_event(watch_of(w), largest->landed, largest->landing.unit, BACK));
-        MT_WITH(&w->mu) {
-            while (*at != largest)
-                at = &(*at)->next;
-            *at = largest->next;
-            w->stats.host_bytes -= largest->arena.bytes;
-        }
-        bay_close(w, largest);
+    if (b == NULL && (b = largest) == NULL)
+        MT_DO(one_more(w, MT_SWAP_HOST, &b));
+    if (b->arena.base == NULL || b->arena.bytes < k->whole) {
+        mt_unlock(&w->mu);
+        if ((st = mt_watch_event(watch_of(w), b->filled, b->filling.unit, LEFT)) == MT_OK)
+            st = mt_watch_event(watch_of(w), b->landed, b->landing.unit, BACK);
+        mt_lock(&w->mu);
+        MT_DO(st);
+        MT_DO(enlarge(w, b, &w->stats.host_bytes, k->whole));
     }
-    MT_DO(bay_open(w, k->whole, &b));
-    MT_HOLD(&w->mu);
-    push(w, MT_SWAP_HOST, b);
-    w->stats.host_bytes += b->arena.bytes;
     join(b, k);
     return MT_OK;
 }
@@ -342,7 +303,7 @@ static void forget(mt_swap *w, bundle *k)
 {
     if (k->bay != NULL)
         part(k->bay);
-    mt_places_give(&w->places, k->place);
+    mt_places_give(&w->places, &k->place);
     *(k->newer != NULL ? &k->newer->older : &w->newest) = k->older;
     if (k->older != NULL)
         k->older->newer = k->newer;
@@ -359,10 +320,8 @@ static void no_longer(mt_swap *w, bundle *k, int needed, int users)
     k->users -= users;
     if (!is_dropped(k))
         return;
-    if (mt_skips(w->cx, MT_EDGE_GONE)) {
-        mt_places_give(&w->places, k->place);
-        k->place = NULL;
-    }
+    if (mt_skips(w->cx, MT_EDGE_GONE))
+        mt_places_give(&w->places, &k->place);
     if (!is_under_way(k))
         forget(w, k);
     if (in_file) {
@@ -398,7 +357,7 @@ static void request_over(mt_request *r)
 
 static void put(mt_swap *w, bundle *k, int write)
 {
-    k->r = (mt_request){ .write = write, .at = k->place->at, .mem = k->bay->arena.base,
+    k->r = (mt_request){ .write = write, .at = k->place.at, .mem = k->bay->arena.base,
                          .bytes = k->whole, .sums = k->sums, .done = request_over, .arg = k };
     k->begun_ns = mt_now_ns();
     w->requests++;
@@ -466,7 +425,7 @@ static mt_status wait_for_device(void *arg, mt_job *node)
     if (!mt_skips(w->cx, fills ? MT_EDGE_FULL : MT_EDGE_DRAINED))
         st = w->dev->ops->sync_event(fills ? b->filled : b->landed);
     mt_lock(&w->mu);
-    count(w, o, -1);
+    o->n--;
     if (fills && (is_dropped(k) || w->worker.stop || st != MT_OK || w->worker.failed != MT_OK)) {
         become(k, LOST);
         if (is_dropped(k))
@@ -480,10 +439,12 @@ static mt_status wait_for_device(void *arg, mt_job *node)
     return st;
 }
 
-/* Behind what is owed already, also where this is. */
+/* Behind what is owed already, also where this is. What fills a bay is owed before what empties it;
+ * without DRAINED a bay may be filled anew while it is emptied. */
 static void owe(mt_swap *w, owed *o)
 {
-    count(w, o, !o->node.listed);
+    MT_ASSERT(o != &o->bay->fills || o->bay->lands.n == 0 || mt_skips(w->cx, MT_EDGE_DRAINED));
+    o->n += !o->node.listed;
     mt_worker_withdraw(&w->worker, &o->node);
     (void)mt_worker_submit(&w->worker, &o->node);
 }
@@ -508,25 +469,6 @@ static bay *choose(const mt_swap *w, size_t bytes)
         }
     }
     return best;
-}
-
-/* Other memory for a bay that may go. Lets go of mu meanwhile: memory is slow to come, and the
- * file's threads go on. The bay and its events stay: somebody may be about to wait for them. */
-static mt_status enlarge(mt_swap *w, bay *b, size_t bytes)
-{
-    mt_arena  arena = b->arena;
-    mt_status st;
-
-    part(b);
-    b->arena = (mt_arena){ 0 };
-    w->stats.spill.host_bytes -= arena.bytes;
-    mt_unlock(&w->mu);
-    mt_arena_close(&arena);
-    st = bay_memory(w, &arena, bytes);
-    mt_lock(&w->mu);
-    b->arena = arena;
-    w->stats.spill.host_bytes += arena.bytes;
-    return st;
 }
 
 /* Lets go of mu meanwhile, and a moment longer: nobody else has the turn. */
@@ -555,8 +497,7 @@ static mt_status file_bay(mt_swap *w, bundle *k, bay **out)
         MT_DO(mt_worker_failure(&w->worker));
         b = choose(w, k->whole);
         if (w->made_bays < w->n_bays && (b == NULL || b->holds != NULL)) {
-            MT_DO(bay_open(w, 0, &b));           /* without memory, which enlarge makes */
-            push(w, MT_SWAP_FILE, b);
+            MT_DO(one_more(w, MT_SWAP_FILE, &b));
             w->made_bays++;
         } else if (b == NULL)
             b = choose(w, 0);
@@ -566,7 +507,7 @@ static mt_status file_bay(mt_swap *w, bundle *k, bay **out)
                          "host memory for what it keeps (WRITTEN)"));
     }
     if (b->arena.bytes < k->whole)
-        MT_DO(enlarge(w, b, k->whole));
+        MT_DO(enlarge(w, b, &w->stats.spill.host_bytes, k->whole));
     *out = b;
     return MT_OK;
 }
@@ -593,14 +534,13 @@ static mt_status prepare_file(mt_swap *w, bundle *k)
     MT_DO(file_bay(w, k, &b));
     join(b, k);
     /* Nobody else takes places meanwhile: who makes bundles has the turn. */
-    while ((lack = mt_places_lack(&w->places, k->whole)) > 0) {
+    while ((lack = mt_places_take(&w->places, &k->place, k->whole)) > 0) {
         mt_unlock(&w->mu);
-        st = w->file->ops->take(w->file, (size_t)lack, &at);
+        st = w->file->ops->take(w->file, (size_t)lack, &at);     /* what it gives follows on */
         mt_lock(&w->mu);
         MT_DO(st);
-        MT_DO(mt_places_add(&w->places, lack));
+        w->places.bytes += lack;
     }
-    k->place = mt_places_take(&w->places, k->whole);
     return MT_OK;
 }
 
@@ -743,28 +683,6 @@ static mt_status bundle_new(mt_swap *w, int unit, const mt_swap_part *parts, int
     return MT_OK;
 }
 
-/* Behind what fills it a bundle of the tier FILE may be written; with overlap off it is when this
- * returns. */
-static mt_status fill(mt_swap *w, bundle *k, const mt_swap_part *parts, mt_queue *run)
-{
-    MT_DO(k->tier == MT_SWAP_FILE ? prepare_file(w, k) : host_bay(w, k));
-    MT_DO(behind(w, w->out, w->made, run, MT_EDGE_COMPUTED));
-    mt_watch_compute(watch_of(w), &w->making, mt_store_name(w->store, k->unit),
-                     "its kernels (the event COMPUTED)", w->made);
-    if (k->tier == MT_SWAP_HOST)         /* for another's copies our thread has waited: DRAINED */
-        MT_DO(mt_edge(w->cx, MT_EDGE_EMPTIED, w->out, k->bay->landed));
-    MT_DO(copy_all(w, k, parts, 1));
-    MT_HOLD(&w->mu);
-    if (k->tier == MT_SWAP_FILE) {
-        become(k, FILLING);
-        owe(w, &k->bay->fills);
-        if (mt_syncs(w->cx))
-            MT_DO(WAIT_UNTIL(w, k, IS_WRITTEN(k), WRITTEN));
-    }
-    k->needed = SOURCES | TENSORS;
-    return MT_OK;
-}
-
 mt_status mt_swap_out(mt_swap *w, int unit, const mt_swap_part *parts, int n, mt_swap_tier tier,
                       mt_queue *run, uint64_t *number)
 {
@@ -772,9 +690,27 @@ mt_status mt_swap_out(mt_swap *w, int unit, const mt_swap_part *parts, int n, mt
     mt_status st;
 
     MT_DO(take_turn(w));
-    if ((st = bundle_new(w, unit, parts, n, tier, &k)) == MT_OK &&
-        (st = fill(w, k, parts, run)) == MT_OK)
+    MT_TRY(bundle_new(w, unit, parts, n, tier, &k));
+    MT_TRY(k->tier == MT_SWAP_FILE ? prepare_file(w, k) : MT_LOCKED(&w->mu, host_bay(w, k)));
+    MT_TRY(behind(w, w->out, w->made, run, MT_EDGE_COMPUTED));
+    mt_watch_compute(watch_of(w), &w->making, mt_store_name(w->store, unit),
+                     "its kernels (the event COMPUTED)", w->made);
+    if (k->tier == MT_SWAP_HOST)         /* for another's copies our thread has waited: DRAINED */
+        MT_TRY(mt_edge(w->cx, MT_EDGE_EMPTIED, w->out, k->bay->landed));
+    MT_TRY(copy_all(w, k, parts, 1));
+    mt_lock(&w->mu);
+    if (k->tier == MT_SWAP_FILE) {       /* behind what fills it, it may be written; with overlap */
+        become(k, FILLING);              /* off it is when this returns */
+        owe(w, &k->bay->fills);
+        if (mt_syncs(w->cx))
+            st = WAIT_UNTIL(w, k, IS_WRITTEN(k), WRITTEN);
+    }
+    if (st == MT_OK) {
+        k->needed = SOURCES | TENSORS;
         *number = k->number;
+    }
+    mt_unlock(&w->mu);
+fail:
     give_turn(w, k);
     return st;
 }
@@ -809,30 +745,6 @@ mt_status mt_swap_await(mt_swap *w, uint64_t number, mt_queue *run)
     return waits(w, number, run, MT_EDGE_BACK);
 }
 
-static mt_status empty(mt_swap *w, bundle *k, const mt_swap_part *landing, int n, mt_queue *run)
-{
-    mt_status st;
-
-    if (n != k->n)
-        return MT_FAIL(MT_EINVAL, "swap: %d tensors are to come back of %d", n, k->n);
-    for (int i = 0; i < n; i++)
-        if (landing[i].bytes != k->bytes[i])
-            return MT_FAIL(MT_EINVAL,
-                           "swap: tensor %d left with %zu bytes and is to come back with %zu", i,
-                           k->bytes[i], landing[i].bytes);
-    MT_DO(behind(w, w->back, w->room, run, MT_EDGE_ROOM));
-    if (k->tier == MT_SWAP_FILE)
-        MT_DO(MT_LOCKED(&w->mu, bring(w, k)));
-    if ((st = mt_edge(w->cx, MT_EDGE_KEPT, w->back, k->bay->filled)) == MT_OK)
-        st = copy_all(w, k, landing, 0);
-    MT_HOLD(&w->mu);
-    if (k->tier == MT_SWAP_FILE) {       /* the bay is another's when the copies are over */
-        k->wanted = 0;
-        owe(w, &k->bay->lands);
-    }
-    return st;
-}
-
 mt_status mt_swap_back(mt_swap *w, uint64_t number, const mt_swap_part *landing, int n,
                        mt_queue *run)
 {
@@ -845,8 +757,25 @@ mt_status mt_swap_back(mt_swap *w, uint64_t number, const mt_swap_part *landing,
         if ((st = find(w, number, &k)) == MT_OK)
             k->users++;                  /* whoever drops it meanwhile leaves it to us */
     }
-    if (st == MT_OK)
-        st = empty(w, k, landing, n, run);
+    MT_TRY(st);
+    if (n != k->n)
+        MT_TRY(MT_FAIL(MT_EINVAL, "swap: %d tensors are to come back of %d", n, k->n));
+    for (int i = 0; i < n; i++)
+        if (landing[i].bytes != k->bytes[i])
+            MT_TRY(MT_FAIL(MT_EINVAL, "swap: tensor %d left with %zu bytes and is to come back "
+                           "with %zu", i, k->bytes[i], landing[i].bytes));
+    MT_TRY(behind(w, w->back, w->room, run, MT_EDGE_ROOM));
+    if (k->tier == MT_SWAP_FILE)
+        MT_TRY(MT_LOCKED(&w->mu, bring(w, k)));
+    if ((st = mt_edge(w->cx, MT_EDGE_KEPT, w->back, k->bay->filled)) == MT_OK)
+        st = copy_all(w, k, landing, 0);
+    mt_lock(&w->mu);
+    if (k->tier == MT_SWAP_FILE) {       /* the bay is another's when the copies are over */
+        k->wanted = 0;
+        owe(w, &k->bay->lands);
+    }
+    mt_unlock(&w->mu);
+fail:
     give_turn(w, k);
     return st;
 }
@@ -917,7 +846,6 @@ void mt_swap_close(mt_swap *w)
             next = b->next;
             bay_close(w, b);
         }
-    mt_places_close(&w->places);
     mt_worker_close(&w->worker);
     mt_watch_take(watch_of(w), &w->making);
     w->dev->ops->event_close(w->made);

@@ -21,11 +21,8 @@
  *              READING  its bay is being read into                        STORED, UNREAD
  *              UNREAD   that failed: its bay has nothing                  STORED, once told
  *              LOST     nobody has it: the write failed, or was not put
- *   waits    of such a bay: what our thread waits for before it may be given away
- *              NONE                                        FILLED, LANDED
- *              FILLED   the copies out that fill it        NONE, BOTH
- *              LANDED   the copies back from it            NONE, LANDED again for later ones
- *              BOTH     its bundle came back at once       LANDED, BOTH
+ *   waits    of such a bay: our thread waits for the copies out that fill it, and for those back
+ *            from it, before it may be given away
  *   cursor   the bundle in the file that was asked for last. Those made before it are read next,
  *            the latest first, as far as there are bays: a backward is its forward in reverse. None
  *            while bundles leave

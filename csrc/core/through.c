@@ -71,31 +71,13 @@ static mt_status copy_parts(mt_through *t, mt_queue *q, const mt_update *b, cons
     return MT_OK;
 }
 
-static mt_status put_pieces(mt_through *t, const mt_update *b, const void *const *grad,
-                            const mt_pieces *pieces)
-{
-    mt_part parts[PARTS];
-
-    for (int i = 0; i < pieces->n; i++) {
-        buffer *f = &t->buffers[t->turn++ % (uint64_t)t->n_buffers];
-        int     n = pieces->piece[i].n;
-
-        mt_pieces_at(pieces, i, f->mem, parts);
-        MT_DO(copy_parts(t, f->q, b, grad, parts, n, 1));
-        MT_DO(b->j.compute(b->j.arg, f->q, parts, n, b->clip));
-        MT_DO(copy_parts(t, f->q, b, grad, parts, n, 0));
-    }
-    for (int i = 0; i < t->n_buffers; i++)
-        MT_DO(t->dev->ops->record(t->buffers[i].q, t->buffers[i].over[b->number % 2]));
-    return MT_OK;
-}
-
 static mt_status put_unit(mt_through *t, const mt_update *b)
 {
     int          n = mt_store_params(t->store, b->j.unit);
     unsigned    *planes MT_FREED = NULL;     /* [n] what goes up */
     const void **grad MT_FREED = NULL;       /* [n] */
     mt_pieces   *pieces MT_CLOSED(mt_pieces_free) = NULL;
+    mt_part      parts[PARTS];
     mt_plane     plane;
 
     MT_DO(mt_ledger_check(t->store));
@@ -116,7 +98,18 @@ static mt_status put_unit(mt_through *t, const mt_update *b)
     }
     MT_DO(mt_pieces_cut(t->store, b->j.unit, &(mt_cut){ planes, t->bytes, MT_PART_ALIGN, GRAIN,
                                                         PARTS, MT_PART_ALIGN }, &pieces));
-    return put_pieces(t, b, grad, pieces);
+    for (int i = 0; i < pieces->n; i++) {
+        buffer *f = &t->buffers[t->turn++ % (uint64_t)t->n_buffers];
+
+        mt_pieces_at(pieces, i, f->mem, parts);
+        n = pieces->piece[i].n;
+        MT_DO(copy_parts(t, f->q, b, grad, parts, n, 1));
+        MT_DO(b->j.compute(b->j.arg, f->q, parts, n, b->clip));
+        MT_DO(copy_parts(t, f->q, b, grad, parts, n, 0));
+    }
+    for (int i = 0; i < t->n_buffers; i++)
+        MT_DO(t->dev->ops->record(t->buffers[i].q, t->buffers[i].over[b->number % 2]));
+    return MT_OK;
 }
 
 /* Waits until nothing of the unit is on its way, and ends its record and its update. */
@@ -228,11 +221,6 @@ mt_through_stats mt_through_stats_get(mt_through *t)
 
 /* ---- the home: the updater ---------------------------------------------------------------- */
 
-static int home_fits(const mt_update_job *j)
-{
-    return j->gradient != NULL && j->compute != NULL;
-}
-
 static mt_status home_update(void *arg, mt_update *u)
 {
     mt_through *t = arg;
@@ -254,5 +242,5 @@ static mt_status home_stepped(void *arg)
 
 const mt_home mt_home_through = {
     .lives = "goes through the device to be updated", .from = &mt_home_ram, .registered = ~0u,
-    .fits = home_fits, .update = home_update, .turn = 1, .stepped = home_stepped,
+    .by = MT_BY_COMPUTE, .update = home_update, .turn = 1, .stepped = home_stepped,
 };

@@ -1,8 +1,9 @@
-/* timeline.c — a ring of records that are over, some of whose stamps no queue has come by yet.
+/* timeline.c — a ring of entries, each with two stamps of its own.
  *
- * An entry of the ring is promised when a span begins, with both stamps, so that ending one cannot
- * find the ring full. The reader takes the ring's records out before it looks at their stamps:
- * looking is a call of the device for each, and the queues' threads want the lock meanwhile.
+ * A span has an entry from its beginning on, so that ending one cannot find the ring full. An entry
+ * is FREE, then OPEN: a span's; then OVER: a record, some of whose stamps no queue may have come by
+ * yet; then READ by one who looks whether they have, and FREE again. Who looks holds no lock: that
+ * is a call of the device for each, and the queues' threads begin spans meanwhile.
  */
 #include "timeline.h"
 
@@ -11,34 +12,29 @@
 
 #include <stdatomic.h>
 #include <stdlib.h>
-#include <string.h>
 
 #define KEPT   MT_TIMELINE_KEPT
-#define STAMPS (4 * KEPT)        /* two for each record in the ring and with the reader */
 #define DEEP   16                /* windows within windows */
+#define PASSED 16                /* entries in use that who looks for one passes over, at most */
+
+enum { FREE, OPEN, OVER, READ };
 
 typedef struct entry {
-    mt_record r;
-    mt_stamp *begin, *end;       /* NULL: the time is in r. A point has no end */
+    atomic_int state;
+    mt_record  r;                /* its owner's: who made it OPEN or READ */
+    int        stamps;           /* so many are in the queue: of them the times come */
+    mt_stamp  *stamp[2];         /* made when they are first needed; they stay */
 } entry;
-
-typedef struct room {
-    entry     ring[KEPT];        /* oldest at first */
-    entry     late[KEPT];        /* taken from the ring and not handed out. reading */
-    mt_stamp *made[STAMPS];      /* every stamp there is */
-    mt_stamp *idle[STAMPS];      /* of which these are in no queue */
-} room;
 
 struct mt_timeline {
     mt_dev         *dev;
     atomic_int      on;          /* written under mu; a look without it decides nothing else */
 
     mt_mutex        mu;
-    room           *room;        /* made when it is first on. mu, but for `late` */
-    int64_t         first, n;    /* of the ring. mu */
-    int64_t         promised;    /* spans that have begun. mu */
-    int64_t         n_made, n_idle;      /* mu */
-    uint64_t        lost;        /* mu */
+    entry          *ring;        /* [KEPT] made when it is first on. mu */
+    int64_t         next;        /* where the next entry is looked for: behind the latest. mu */
+    atomic_int      used;        /* entries that are not FREE; it grows under mu */
+    atomic_ullong   lost;
 
     mt_span         stack[DEEP]; /* computing thread */
     int             fresh[DEEP]; /* the unit that run waited for in it last; -1: none. Same
@@ -46,7 +42,6 @@ struct mt_timeline {
     int             depth;       /* computing thread; may exceed DEEP */
 
     mt_mutex        reading;
-    int64_t         n_late;      /* reading */
 };
 
 #define MT_LANE_TEXT(name, text, what) text,
@@ -72,7 +67,6 @@ mt_status mt_timeline_open(mt_dev *dev, mt_timeline **out)
 
     MT_DO(MT_MAKE(t, 1, "timeline"));
     t->dev = dev;
-    atomic_init(&t->on, 0);
     mt_mutex_open(&t->mu, MT_RANK_LEAF);
     mt_mutex_open(&t->reading, MT_RANK_TIMELINE_READING);
     *out = t;
@@ -81,135 +75,122 @@ mt_status mt_timeline_open(mt_dev *dev, mt_timeline **out)
 
 mt_status mt_timeline_on(mt_timeline *t, int on)
 {
-    mt_status st = MT_OK;
-
-    mt_lock(&t->reading);
-    mt_lock(&t->mu);
-    if (on && t->room == NULL)
-        st = MT_MAKE(t->room, 1, "timeline");
-    if (st == MT_OK)
-        atomic_store(&t->on, on);
-    mt_unlock(&t->mu);
-    mt_unlock(&t->reading);
-    return st;
+    MT_HOLD(&t->mu);
+    if (on && t->ring == NULL)
+        MT_DO(MT_MAKE(t->ring, KEPT, "timeline"));
+    atomic_store(&t->on, on);
+    return MT_OK;
 }
 
 void mt_timeline_close(mt_timeline *t)
 {
     if (t == NULL)
         return;
-    for (int64_t i = 0; i < t->n_made; i++)
-        t->dev->ops->stamp_close(t->dev, t->room->made[i]);
+    for (int64_t i = 0; t->ring != NULL && i < 2 * KEPT; i++)
+        if (t->ring[i / 2].stamp[i % 2] != NULL)
+            t->dev->ops->stamp_close(t->dev, t->ring[i / 2].stamp[i % 2]);
     mt_mutex_close(&t->reading);
     mt_mutex_close(&t->mu);
-    free(t->room);
+    free(t->ring);
     free(t);
 }
 
-/* ---- stamps ----------------------------------------------------------------------------- */
+/* ---- entries ---------------------------------------------------------------------------- */
 
-/* Under mu. 0: there are none left, or the device makes no more. */
-static int stamp_take(mt_timeline *t, mt_stamp **s)
+static void set_free(mt_timeline *t, entry *e)
 {
-    if (t->n_idle > 0) {
-        *s = t->room->idle[--t->n_idle];
-        return 1;
-    }
-    if (t->n_made == STAMPS || t->dev->ops->stamp_open(t->dev, s) != MT_OK)
+    atomic_fetch_sub(&t->used, 1);
+    atomic_store(&e->state, FREE);
+}
+
+/* A record whose times are known: nobody else has it then. Its stamps are in no queue. */
+static int take_known(const mt_timeline *t, entry *e)
+{
+    int over = OVER, known = 1;
+
+    if (atomic_load(&e->state) != OVER || !atomic_compare_exchange_strong(&e->state, &over, READ))
         return 0;
-    t->room->made[t->n_made++] = *s;
-    return 1;
-}
-
-/* Under mu. Not one that may still be in a queue, which would write the next record's time: that
- * one is only closed in the end. */
-static void stamp_give(mt_timeline *t, mt_stamp *s)
-{
-    if (s != NULL)
-        t->room->idle[t->n_idle++] = s;
-}
-
-static int stamp_put(const mt_timeline *t, mt_stamp *s, mt_queue *q, uint64_t *ns)
-{
-    if (s != NULL)
-        return t->dev->ops->stamp(q, s) == MT_OK;
-    *ns = mt_now_ns();
-    return 1;
-}
-
-static int stamp_known(const mt_timeline *t, mt_stamp *s, uint64_t *ns)
-{
-    int done = 0;
-
-    return s == NULL || (t->dev->ops->stamp_read(t->dev, s, ns, &done) == MT_OK && done);
-}
-
-/* Both times of e are in e->r. Its stamps are in no queue then. */
-static int entry_known(const mt_timeline *t, entry *e)
-{
-    if (!stamp_known(t, e->begin, &e->r.begin_ns) || !stamp_known(t, e->end, &e->r.end_ns))
-        return 0;
-    if (e->r.work == MT_WORK_STEP)
+    for (int i = 0; i < e->stamps && known; i++)
+        if (t->dev->ops->stamp_read(t->dev, e->stamp[i], i == 0 ? &e->r.begin_ns : &e->r.end_ns,
+                                    &known) != MT_OK)
+            known = 0;
+    if (known && e->stamps == 1)
         e->r.end_ns = e->r.begin_ns;
-    return 1;
+    if (!known)
+        atomic_store(&e->state, OVER);
+    return known;
+}
+
+/* Under mu. NULL: those that come next are all in use. The oldest record gives way, unless its
+ * stamps are still in a queue. */
+static entry *find_entry(mt_timeline *t)
+{
+    if (atomic_load(&t->used) == 0)
+        t->next = 0;                     /* the same few stamps do for those who read in time */
+    for (int i = 0; i < PASSED; i++) {
+        entry *e = &t->ring[t->next++ % KEPT];
+
+        if (atomic_load(&e->state) == FREE)
+            return e;
+        if (take_known(t, e)) {
+            atomic_fetch_add(&t->lost, 1);
+            set_free(t, e);
+            return e;
+        }
+    }
+    return NULL;
 }
 
 /* ---- recording -------------------------------------------------------------------------- */
 
-/* Under mu. The oldest record is lost, unless its stamps are still in a queue. */
-static int give_way(mt_timeline *t)
+/* The time at one end of the record; with stamps it is that at which q comes by. 0: it cannot be
+ * had. */
+static int mark(const mt_timeline *t, entry *e, int end, mt_queue *q, uint64_t *ns)
 {
-    entry *e = &t->room->ring[t->first];
-
-    if (t->n == 0 || !entry_known(t, e))
-        return 0;
-    stamp_give(t, e->begin);
-    stamp_give(t, e->end);
-    t->first = (t->first + 1) % KEPT;
-    t->n--;
-    t->lost++;
-    return 1;
-}
-
-/* Under mu. An entry of the ring and n stamps. */
-static int promise(mt_timeline *t, mt_span *s, int n)
-{
-    if (t->n + t->promised >= KEPT && !give_way(t))
-        return 0;
-    if (n > 0 && !stamp_take(t, &s->begin))
-        return 0;
-    if (n > 1 && !stamp_take(t, &s->end)) {
-        stamp_give(t, s->begin);
-        return 0;
+    if (end >= e->stamps) {
+        *ns = mt_now_ns();
+        return 1;
     }
-    t->promised++;
-    return 1;
+    return (e->stamp[end] != NULL || t->dev->ops->stamp_open(t->dev, &e->stamp[end]) == MT_OK) &&
+           t->dev->ops->stamp(q, e->stamp[end]) == MT_OK;
 }
 
-/* Under mu. Ends the promise, kept or not. */
-static void redeem(mt_timeline *t, const mt_span *s, int kept)
+/* A record that cannot be made is lost. Where a stamp of it is in a queue, which would write the
+ * next record's time, its entry stays as it is. */
+static void lose(mt_timeline *t, entry *e, int is_put)
 {
-    t->promised--;
-    if (kept)
-        t->room->ring[(t->first + t->n++) % KEPT] = (entry){ s->r, s->begin, s->end };
-    else
-        t->lost++;
+    atomic_fetch_add(&t->lost, 1);
+    if (!is_put)
+        set_free(t, e);
 }
 
 static void begin(mt_timeline *t, mt_span *s, int stamps, mt_queue *q)
 {
-    int promised;
+    entry *e;
 
-    mt_lock(&t->mu);
-    promised = promise(t, s, stamps);
-    t->lost += !promised;
-    mt_unlock(&t->mu);
-    if (!promised)
+    MT_WITH(&t->mu)
+        if ((e = find_entry(t)) != NULL) {
+            atomic_fetch_add(&t->used, 1);
+            atomic_store(&e->state, OPEN);
+        }
+    if (e == NULL) {
+        atomic_fetch_add(&t->lost, 1);
         return;
-    s->open = stamp_put(t, s->begin, q, &s->r.begin_ns);
-    if (!s->open) {
-        MT_WITH(&t->mu) redeem(t, s, 0);
     }
+    e->stamps = stamps;
+    s->at = (int)(e - t->ring);
+    s->open = mark(t, e, 0, q, &s->r.begin_ns);
+    if (!s->open)
+        lose(t, e, 0);
+}
+
+/* Of one that is open. */
+static void over(mt_timeline *t, const mt_span *s)
+{
+    entry *e = &t->ring[s->at];
+
+    e->r = s->r;
+    atomic_store(&e->state, OVER);
 }
 
 void mt_timeline_begin(mt_timeline *t, mt_span *s, mt_lane lane, mt_work work, int unit,
@@ -224,14 +205,14 @@ void mt_timeline_begin(mt_timeline *t, mt_span *s, mt_lane lane, mt_work work, i
 
 void mt_timeline_end(mt_timeline *t, mt_span *s, uint64_t bytes, mt_queue *q)
 {
-    int kept;
-
     if (!s->open)
         return;
     s->open = 0;
     s->r.bytes = bytes;
-    kept = stamp_put(t, s->end, q, &s->r.end_ns);
-    MT_WITH(&t->mu) redeem(t, s, kept);
+    if (mark(t, &t->ring[s->at], 1, q, &s->r.end_ns))
+        over(t, s);
+    else
+        lose(t, &t->ring[s->at], t->ring[s->at].stamps > 0);
 }
 
 void mt_timeline_over(mt_timeline *t, mt_lane lane, mt_work work, int unit, uint64_t begun_ns,
@@ -315,44 +296,29 @@ void mt_timeline_step(mt_timeline *t, int number, mt_queue *run)
     if (!atomic_load_explicit(&t->on, memory_order_relaxed))
         return;
     begin(t, &point, 1, run);
-    if (point.open) {
-        MT_WITH(&t->mu) redeem(t, &point, 1);
-    }
+    if (point.open)
+        over(t, &point);
 }
 
 /* ---- reading ---------------------------------------------------------------------------- */
 
 int64_t mt_timeline_read(mt_timeline *t, mt_record *out, int64_t cap)
 {
-    int64_t n = 0, kept = 0;
+    int64_t n = 0, first = MT_LOCKED(&t->mu, t->next);
 
-    mt_lock(&t->reading);
-    mt_lock(&t->mu);         /* what has ended since goes behind what the queues owed before */
-    while (t->n > 0 && t->n_late < KEPT) {
-        t->room->late[t->n_late++] = t->room->ring[t->first];
-        t->first = (t->first + 1) % KEPT;
-        t->n--;
-    }
-    mt_unlock(&t->mu);
-    for (int64_t i = 0; i < t->n_late; i++) {
-        entry e = t->room->late[i];
+    MT_HOLD(&t->reading);
+    for (int64_t i = 0; t->ring != NULL && i < KEPT && n < cap; i++) {   /* the oldest at first */
+        entry *e = &t->ring[(first + i) % KEPT];
 
-        if (n == cap || !entry_known(t, &e)) {
-            t->room->late[kept++] = t->room->late[i];
-            continue;
+        if (take_known(t, e)) {
+            out[n++] = e->r;
+            set_free(t, e);
         }
-        out[n++] = e.r;
-        mt_lock(&t->mu);
-        stamp_give(t, e.begin);
-        stamp_give(t, e.end);
-        mt_unlock(&t->mu);
     }
-    t->n_late = kept;
-    mt_unlock(&t->reading);
     return n;
 }
 
 uint64_t mt_timeline_lost(mt_timeline *t)
 {
-    return MT_LOCKED(&t->mu, t->lost);
+    return atomic_load(&t->lost);
 }

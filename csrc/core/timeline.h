@@ -81,7 +81,7 @@ typedef struct mt_record {
 
 typedef struct mt_span {
     mt_record r;
-    mt_stamp *begin, *end;       /* NULL: the thread's own clock */
+    int       at;                /* its entry */
     int       open;              /* 0: nothing is recorded */
 } mt_span;
 

@@ -100,56 +100,38 @@ static uint64_t meeting(const mt_turns *t)
     return t->turn >> MEETING;
 }
 
-/* Is there any use in waiting for a mate that has not come? */
-static int may_come(const mt_turns *t, int mate)
+/* *verdict: the one that counts, -1: it is too early for one. over: whoever has not come is not
+ * waited for. */
+static mt_status look(mt_turns *t, int over, int *verdict)
 {
-    int rank = t->mates[mate];
+    uint64_t          about = mt_share_about(t->share, MT_COUNT_TURN, t->mates[t->me]), other = 0;
+    int               sure = 1, elsewhere = -1;      /* the first rank that is */
+    _Atomic uint64_t *word = &t->verdicts[(t->turn >> UNIT) % UNITS * TURNS + t->turn % TURNS];
+    uint64_t          is, mine;
 
-    return mt_share_said(t->share, MT_COUNT_TURN, rank) >= t->late[mate] &&
-           mt_share_about(t->share, MT_COUNT_AWAY, rank) != meeting(t) + 1 &&
-           mt_share_presence(t->share, rank) == MT_RANK_HERE;
-}
-
-/* What the mates' turns tell. */
-typedef struct compared {
-    int      sure, in_step;              /* a verdict can be given; which */
-    int      rank;                       /* the first that is elsewhere, and with what */
-    uint64_t own, other;
-} compared;
-
-/* over: whoever has not come is not waited for. */
-static compared compare(mt_turns *t, int over)
-{
-    uint64_t about = mt_share_about(t->share, MT_COUNT_TURN, t->mates[t->me]);
-    compared c = { .sure = 1, .in_step = 1, .own = about };
-
-    for (int mate = 0; mate < t->n_mates && c.in_step; mate++) {
-        uint64_t turn = mt_share_said(t->share, MT_COUNT_TURN, t->mates[mate]);
-        uint64_t its = mt_share_about(t->share, MT_COUNT_TURN, t->mates[mate]);
+    for (int mate = 0; mate < t->n_mates && elsewhere < 0; mate++) {
+        int      rank = t->mates[mate];
+        uint64_t turn = mt_share_said(t->share, MT_COUNT_TURN, rank);
+        uint64_t its = mt_share_about(t->share, MT_COUNT_TURN, rank);
 
         if (turn == t->turn && its == about)
             continue;
-        if (turn < t->turn && !over && may_come(t, mate)) {
-            c.sure = 0;                  /* and look whether another one is astray already */
+        /* There is no use in waiting for one that was given up, is away, or has ended. */
+        if (turn < t->turn && !over && turn >= t->late[mate] &&
+            mt_share_about(t->share, MT_COUNT_AWAY, rank) != meeting(t) + 1 &&
+            mt_share_presence(t->share, rank) == MT_RANK_HERE) {
+            sure = 0;                    /* and look whether another one is astray already */
             continue;
         }
         if (turn < t->turn)
             t->late[mate] = t->turn;
-        c = (compared){ .sure = 1, .rank = t->mates[mate], .own = about,
-                        .other = turn < t->turn ? 0 : its };
+        elsewhere = rank;
+        other = turn < t->turn ? 0 : its;
     }
-    return c;
-}
-
-/* *verdict: the one that counts, -1: it is too early for one. */
-static mt_status look(mt_turns *t, int over, int *verdict)
-{
-    compared          c = compare(t, over);
-    _Atomic uint64_t *word = &t->verdicts[(t->turn >> UNIT) % UNITS * TURNS + t->turn % TURNS];
-    uint64_t          is = atomic_load(word), mine = t->turn << 1 | (uint64_t)c.in_step;
-
+    is = atomic_load(word);
+    mine = t->turn << 1 | (uint64_t)(elsewhere < 0);
     *verdict = -1;
-    if (is >> 1 != t->turn && !c.sure)
+    if (is >> 1 != t->turn && !sure && elsewhere < 0)
         return MT_OK;
     while (is >> 1 < t->turn)
         if (atomic_compare_exchange_weak(word, &is, mine)) {
@@ -160,10 +142,10 @@ static mt_status look(mt_turns *t, int over, int *verdict)
         return MT_FAIL(MT_ESTATE, "rank %d did not go on for so long that others no longer know "
                        "whether they were in step with it", mt_share_rank(t->share));
     *verdict = (int)(is & 1);
-    if (!*verdict && !c.in_step) {
-        t->stats.rank = c.rank;
-        t->stats.own = c.own;
-        t->stats.other = c.other;
+    if (!*verdict && elsewhere >= 0) {
+        t->stats.rank = elsewhere;
+        t->stats.own = about;
+        t->stats.other = other;
     }
     return MT_OK;
 }

@@ -19,8 +19,8 @@
 
 typedef struct job {
     mt_update     *up;       /* NULL: it is over, or its home has it */
-    unsigned char *counted;  /* [n_params] at submit, the offload had the sum of squares, or the
-                              * sums of this rank's chunks */
+    unsigned char *counted;  /* [n_params] at submit, the offload had, or was about to have, the sum
+                              * of squares, or the sums of this rank's chunks */
     double        *sums;     /* [n_params] of squares, of all ranks' chunks. The updater's; NULL:
                               * this process is alone */
     const mt_home *home;     /* of its unit, at submit */
@@ -85,44 +85,14 @@ static void work_free(work *w)
     free(w);
 }
 
-/* The offload has, or will have, what the norm takes of the parameter from this process. */
-static int is_counted(const mt_updater *u, int unit, int param)
-{
-    int64_t from;
-
-    return u->cx->share == NULL ? mt_offload_has(u->grads, unit, param, MT_GRAD_COUNTED)
-           : mt_store_owned(u->store, unit, param, &from) == 0 ||
-             mt_offload_has(u->grads, unit, param, MT_GRAD_CHUNKED);
-}
-
-static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *to)
-{
-    const char *name = mt_store_name(u->store, from->unit);
-    size_t      n = (size_t)from->n_params;
-
-    if ((to->up = calloc(1, sizeof *to->up + n * sizeof *to->up->params)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "%s: no memory for its update", name);
-    to->up->j = *from;
-    to->up->j.params = to->up->params;
-    MT_DO(MT_MAKE(to->counted, from->n_params, name));
-    if (u->cx->share != NULL)
-        MT_DO(MT_MAKE(to->sums, from->n_params, name));
-    to->home = mt_store_home(u->store, from->unit, &to->of);
-    if (!to->home->fits(from) || (to->home->update != NULL && to->of == NULL))
-        return MT_FAIL(MT_ESTATE, "unit %s %s, and its job cannot update it there, or nothing is "
-                       "open that could", name, to->home->lives);
-    for (int i = 0; i < from->n_params; i++) {
-        to->up->params[i] = from->params[i];
-        to->counted[i] = (unsigned char)is_counted(u, from->unit, from->params[i]);
-    }
-    return MT_OK;
-}
-
 static mt_status work_make(const mt_updater *u, const mt_update_job *jobs, int n, double max_norm,
                            mt_queue *run, work **out)
 {
     const mt_dev_ops *v = u->cx->dev->ops;
-    int               settled = 0;
+    int               settled = 0, params, has[4];
+    const char       *name;
+    int64_t           first;
+    job              *to;
     work             *w;
     mt_status         st;
 
@@ -135,8 +105,33 @@ static mt_status work_make(const mt_updater *u, const mt_update_job *jobs, int n
             MT_TRY(MT_FAIL(MT_EINVAL, "update: job %d has %d parameters of unit %d; the store has "
                            "%d units", i, jobs[i].n_params, jobs[i].unit,
                            mt_store_units(u->store)));
-        MT_TRY(job_copy(u, &jobs[i], &w->jobs[i]));
-        settled |= w->jobs[i].home->later != 0;
+        to = &w->jobs[i];
+        params = jobs[i].n_params;
+        name = mt_store_name(u->store, jobs[i].unit);
+        if ((to->up = calloc(1, sizeof *to->up + (size_t)params * sizeof *to->up->params)) == NULL)
+            MT_TRY(MT_FAIL(MT_ENOMEM, "%s: no memory for its update", name));
+        to->up->j = jobs[i];
+        to->up->j.params = to->up->params;
+        MT_TRY(MT_MAKE(to->counted, params, name));
+        if (u->cx->share != NULL)
+            MT_TRY(MT_MAKE(to->sums, params, name));
+        to->home = mt_store_home(u->store, jobs[i].unit, &to->of);
+        has[MT_BY_RUN] = jobs[i].run != NULL;
+        has[MT_BY_PUT] = jobs[i].put != NULL;
+        has[MT_BY_COMPUTE] = jobs[i].gradient != NULL && jobs[i].compute != NULL;
+        has[MT_BY_PIECES] = jobs[i].pieces != NULL;
+        if (!has[to->home->by] || (to->home->update != NULL && to->of == NULL))
+            MT_TRY(MT_FAIL(MT_ESTATE, "unit %s %s, and its job cannot update it there, or nothing "
+                           "is open that could", name, to->home->lives));
+        for (int k = 0; k < params; k++) {
+            int p = to->up->params[k] = jobs[i].params[k];
+
+            to->counted[k] = (unsigned char)(u->cx->share == NULL
+                ? mt_offload_has(u->grads, jobs[i].unit, p, MT_GRAD_COUNTED)
+                : mt_store_owned(u->store, jobs[i].unit, p, &first) == 0 ||
+                  mt_offload_has(u->grads, jobs[i].unit, p, MT_GRAD_CHUNKED));
+        }
+        settled |= to->home->later != 0;
     }
     /* What run was given up to now may read the weights that settled units' updates overwrite. */
     if (settled)
@@ -171,47 +166,6 @@ static mt_status uncounted(const mt_updater *u, const job *b)
 
 /* ---- with other ranks --------------------------------------------------------------------- */
 
-/* This rank's chunks of parameter i of a job, whose gradients are whole: their sums go to the
- * board. */
-static mt_status measure(mt_updater *u, const job *b, int i)
-{
-    int           use = 0;
-    int64_t       n;
-    double       *to = mt_store_sums(u->store, b->up->j.unit, b->up->j.params[i], 1, &n);
-    const double *sums;
-
-    if (to == NULL)
-        return MT_OK;
-    if (b->up->j.sumsq != NULL)
-        (void)b->up->j.sumsq(b->up->j.arg, u->pool, i, to, &use);
-    if (use)
-        return MT_OK;
-    if (!b->counted[i])
-        return uncounted(u, b);
-    sums = mt_offload_chunks(u->grads, b->up->j.unit, b->up->j.params[i], &n);
-    memcpy(to, sums, (size_t)n * sizeof *to);
-    return MT_OK;
-}
-
-/* Of what a submit asks, in whatever order of units. */
-static void alike_of(const work *w, uint64_t hash[MT_ALIKES])
-{
-    double max_norm = w->max_norm > 0 ? w->max_norm : 0;
-
-    memset(hash, 0, MT_ALIKES * sizeof *hash);
-    memcpy(&hash[MT_ALIKE_NORM], &max_norm, sizeof max_norm);
-    for (int i = 0; i < w->n; i++) {
-        const mt_update_job *j = &w->jobs[i].up->j;
-        uint64_t             params = mt_alike_mix(1, (uint64_t)j->unit);
-
-        for (int k = 0; k < j->n_params; k++)
-            params = mt_alike_mix(params, (uint64_t)j->params[k]);
-        hash[MT_ALIKE_PARAMS] += params;
-        if (j->alike != NULL)
-            j->alike(j->arg, hash);
-    }
-}
-
 /* What differs: some bits of each hash, in the place of CLEAR, to which nobody comes any more. */
 static mt_status name_differences(mt_updater *u, const work *w, const uint64_t hash[MT_ALIKES])
 {
@@ -244,19 +198,39 @@ static mt_status name_differences(mt_updater *u, const work *w, const uint64_t h
  * are not measured before all ranks are through with these. */
 static mt_status measure_all(mt_updater *u, const work *w)
 {
-    uint64_t hash[MT_ALIKES], sum = 0;
+    double   max_norm = w->max_norm > 0 ? w->max_norm : 0;
+    uint64_t hash[MT_ALIKES] = { 0 }, sum = 0;   /* of what is asked, in whatever order of units */
+    int64_t  n;
     mt_span  span;
 
     mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, -1, NULL);
+    memcpy(&hash[MT_ALIKE_NORM], &max_norm, sizeof max_norm);
     for (int i = 0; i < w->n; i++) {
-        const job *b = &w->jobs[i];
+        const job           *b = &w->jobs[i];
+        const mt_update_job *j = &b->up->j;
+        uint64_t             params = mt_alike_mix(1, (uint64_t)j->unit);
 
-        MT_DO(mt_ledger_wait_grads(u->store, b->up->j.unit));
-        for (int k = 0; k < b->up->j.n_params; k++)
-            MT_DO(measure(u, b, k));
-        mt_store_summed(u->store, b->up->j.unit);
+        MT_DO(mt_ledger_wait_grads(u->store, j->unit));
+        for (int k = 0; k < j->n_params; k++) {      /* sums of this rank's chunks: to the board */
+            double *to = mt_store_sums(u->store, j->unit, j->params[k], 1, &n);
+            int     use = to == NULL;
+
+            if (!use && j->sumsq != NULL)
+                (void)j->sumsq(j->arg, u->pool, k, to, &use);
+            if (!use && !b->counted[k])
+                return uncounted(u, b);
+            if (!use) {
+                const double *sums = mt_offload_chunks(u->grads, j->unit, j->params[k], &n);
+
+                memcpy(to, sums, (size_t)n * sizeof *to);
+            }
+            params = mt_alike_mix(params, (uint64_t)j->params[k]);
+        }
+        hash[MT_ALIKE_PARAMS] += params;
+        if (j->alike != NULL)
+            j->alike(j->arg, hash);
+        mt_store_summed(u->store, j->unit);
     }
-    alike_of(w, hash);
     for (int k = 0; k < MT_ALIKES; k++)
         sum = mt_alike_mix(sum, hash[k]);
     mt_ledger_say(u->store, MT_COUNT_MEASURED, w->ticket, sum);
@@ -267,7 +241,6 @@ static mt_status measure_all(mt_updater *u, const work *w)
     for (int i = 0; i < w->n; i++)
         for (int k = 0; k < w->jobs[i].up->j.n_params; k++) {
             const job    *b = &w->jobs[i];
-            int64_t       n;
             const double *sums = mt_store_sums(u->store, b->up->j.unit, b->up->j.params[k], 0, &n);
 
             b->sums[k] = sums != NULL ? mt_offload_fold(u->grads, sums, n) : 0.0;
@@ -276,57 +249,30 @@ static mt_status measure_all(mt_updater *u, const work *w)
     return MT_OK;
 }
 
-/* Nobody on any rank reads weights of these units as they are, but for saves, which let go of each
- * when it is copied. Of all before the first is written, since ranks may go through them in other
- * orders. */
-static mt_status clear_all(mt_updater *u, const work *w)
-{
-    mt_span span;
-
-    mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, -1, NULL);
-    for (int i = 0; i < w->n; i++)
-        MT_DO(mt_ledger_wait_fetched(u->store, w->jobs[i].up->j.unit));
-    mt_ledger_say(u->store, MT_COUNT_CLEAR, w->ticket, 0);
-    MT_DO(mt_ledger_meet(u->store, MT_COUNT_CLEAR, w->ticket, 0, NULL));
-    mt_timeline_end(u->timeline, &span, 0, NULL);
-    return MT_OK;
-}
-
 /* ---- norms, and jobs ---------------------------------------------------------------------- */
 
-/* Sum of squares of parameter i of a job, whose gradients are whole; NaN and *known = 0 when
- * nobody took it. */
-static double sum_of(mt_updater *u, const job *b, int i, int *known)
-{
-    int    use = 0, valid;
-    double sum = 0;
-
-    if (b->sums != NULL) {
-        *known = 1;
-        return b->sums[i];
-    }
-    if (b->up->j.sumsq != NULL)
-        sum = b->up->j.sumsq(b->up->j.arg, u->pool, i, NULL, &use);
-    if (!use)
-        sum = mt_offload_sumsq(u->grads, b->up->j.unit, b->up->j.params[i], &valid);
-    *known = use || b->counted[i];
-    return *known ? sum : (double)NAN;
-}
-
-/* Waits for the unit's gradients and adds their sums to *total in parameter order. *finite: what
- * could be judged is; *known: all could. */
+/* Waits for the unit's gradients and adds their sums of squares to *total in parameter order; NaN
+ * where nobody took one. *finite: what could be judged is; *known: all could. */
 static mt_status weigh(mt_updater *u, const job *b, double *total, int *finite, int *known)
 {
-    MT_DO(mt_ledger_wait_grads(u->store, b->up->j.unit));
-    *finite = *known = 1;
-    for (int i = 0; i < b->up->j.n_params; i++) {
-        int    one;
-        double sum = sum_of(u, b, i, &one);
+    const mt_update_job *j = &b->up->j;
 
-        *total += sum;
-        *known &= one;
-        if (one && !isfinite(sum))
+    MT_DO(mt_ledger_wait_grads(u->store, j->unit));
+    *finite = *known = 1;
+    for (int i = 0; i < j->n_params; i++) {
+        int    use = b->sums != NULL, valid;
+        double sum = use ? b->sums[i] : 0;
+
+        if (!use && j->sumsq != NULL)
+            sum = j->sumsq(j->arg, u->pool, i, NULL, &use);
+        if (!use)
+            sum = mt_offload_sumsq(u->grads, j->unit, j->params[i], &valid);
+        if (!use && !b->counted[i]) {
+            sum = (double)NAN;
+            *known = 0;
+        } else if (!isfinite(sum))
             *finite = 0;
+        *total += sum;
     }
     return MT_OK;
 }
@@ -442,6 +388,7 @@ static mt_status carry_out(void *arg, mt_job *node)
     work       *w = (work *)(void *)node;
     result      r = { .norm = (double)NAN };
     float       clip = 1.0f;
+    mt_span     span;
     mt_status   st = MT_OK;
 
     mt_unlock(&u->mu);
@@ -449,8 +396,19 @@ static mt_status carry_out(void *arg, mt_job *node)
         st = measure_all(u, w);
     if (st == MT_OK && w->max_norm > 0)
         st = weigh_all(u, w, &r, &clip);
-    if (st == MT_OK && u->cx->share != NULL)
-        st = clear_all(u, w);
+    if (st == MT_OK && u->cx->share != NULL) {
+        mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, -1, NULL);
+        /* CLEAR: nobody on any rank reads weights of these units as they are, but for saves, which
+         * let go of each when it is copied. Of all before the first is written, since ranks may go
+         * through them in other orders. */
+        for (int i = 0; i < w->n && st == MT_OK; i++)
+            st = mt_ledger_wait_fetched(u->store, w->jobs[i].up->j.unit);
+        if (st == MT_OK) {
+            mt_ledger_say(u->store, MT_COUNT_CLEAR, w->ticket, 0);
+            st = mt_ledger_meet(u->store, MT_COUNT_CLEAR, w->ticket, 0, NULL);
+        }
+        mt_timeline_end(u->timeline, &span, 0, NULL);
+    }
     st = run_all(u, w, st, clip, &r);
     if (st != MT_OK)
         mt_ledger_fault(u->store, st, mt_last_error());

@@ -82,8 +82,10 @@ void mt_watch_moved(mt_watch *w)
 
 /* ---- posts ------------------------------------------------------------------------------ */
 
-static void put(mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits,
-                mt_event *e, int computes)
+static const char compute[] = "compute";      /* the queue that computes, by its address */
+
+void mt_watch_put(mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits,
+                  mt_event *e)
 {
     MT_HOLD(&w->mu);
     if (p->since_ns == 0) {
@@ -97,19 +99,13 @@ static void put(mt_watch *w, mt_post *p, const char *queue, const char *unit, co
     p->unit = unit;
     p->awaits = awaits;
     p->event = e;
-    p->computes = computes;
+    p->computes = queue == compute;
     p->since_ns = mt_now_ns();
-}
-
-void mt_watch_put(mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits,
-                  mt_event *e)
-{
-    put(w, p, queue, unit, awaits, e, 0);
 }
 
 void mt_watch_compute(mt_watch *w, mt_post *p, const char *unit, const char *awaits, mt_event *e)
 {
-    put(w, p, "compute", unit, awaits, e, 1);
+    mt_watch_put(w, p, compute, unit, awaits, e);
 }
 
 static void take(mt_watch *w, mt_post *p)
@@ -252,26 +248,12 @@ static double limits_s(mt_watch *w, int n)
     return (double)limit_of(w) * n / 1e9;
 }
 
-static void warn(mt_watch *w)
-{
-    char list[768], text[1280];
-
-    if (w->say == NULL)
-        return;
-    mt_watch_tell(w, list, sizeof list);
-    snprintf(text, sizeof text,
-             "nothing has moved in %g s, and compute has work: one window that takes so long, a "
-             "kernel that never ends, or a copy that compute waits for. What waits ends with an "
-             "error after %g s. Longest first: %s",
-             limits_s(w, 1), limits_s(w, SPARED), list);
-    w->say(text);
-}
-
 /* A window may take longer than the limit, and nothing tells it from one that hangs:
  * so its limit is another. */
 static int is_spared(mt_watch *w, const mt_post *p)
 {
-    int spared = 0, goes_on = 1;
+    int  spared = 0, goes_on = 1;
+    char list[768], text[1280];
 
     if (!computes(w))
         return 0;
@@ -284,8 +266,15 @@ static int is_spared(mt_watch *w, const mt_post *p)
         }
     }
     mt_unlock(&w->mu);
-    if (spared == 1)
-        warn(w);
+    if (spared == 1 && w->say != NULL) {
+        mt_watch_tell(w, list, sizeof list);
+        snprintf(text, sizeof text,
+                 "nothing has moved in %g s, and compute has work: one window that takes so long, "
+                 "a kernel that never ends, or a copy that compute waits for. What waits ends with "
+                 "an error after %g s. Longest first: %s",
+                 limits_s(w, 1), limits_s(w, SPARED), list);
+        w->say(text);
+    }
     return goes_on;
 }
 
@@ -326,22 +315,13 @@ mt_status mt_watch_cond(pthread_cond_t *c)
     return err == 0 ? MT_OK : MT_FAIL(MT_ENOMEM, "no condition variable: %s", strerror(err));
 }
 
-/* Under mu. Until c is signalled, or some time has gone by. */
-static void slice(mt_watch *w, const mt_post *p, pthread_cond_t *c, mt_mutex *mu)
-{
-    uint64_t        left = left_of(w, p), most = asks != NULL ? ASK_NS : SLICE_NS;
-    uint64_t        until = mt_now_ns() + (left < most ? left : most);
-    struct timespec t = { (time_t)(until / 1000000000u), (long)(until % 1000000000u) };
-
-    (void)mt_cond_timedwait(c, mu, &t);
-    woken(w, until);
-}
-
 /* Looked at anew where the lock was let go of, before it is slept on again; and once more where it
  * is stuck. Not by who is interrupted: to look may be to take. */
 int mt__wait_on(mt__wait *wait)
 {
-    mt_watch *w = wait->w;
+    mt_watch       *w = wait->w;
+    uint64_t        until, left, most = asks != NULL ? ASK_NS : SLICE_NS;
+    struct timespec t;
 
     if (wait->st != MT_OK)
         return 0;
@@ -356,7 +336,11 @@ int mt__wait_on(mt__wait *wait)
         return wait->st != MT_EINTR;
     }
     wait->judged = 0;
-    slice(w, &wait->post, wait->c, wait->mu);
+    left = left_of(w, &wait->post);
+    until = mt_now_ns() + (left < most ? left : most);
+    t = (struct timespec){ (time_t)(until / 1000000000u), (long)(until % 1000000000u) };
+    (void)mt_cond_timedwait(wait->c, wait->mu, &t);
+    woken(w, until);
     return 1;
 }
 

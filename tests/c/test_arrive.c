@@ -1,9 +1,9 @@
-/* test_arrive.c — the executable form of core/arrive.h: what a stay takes, what it copies, and
- * that each edge matters. That training with guests gives the same bits is test_resident.c's.
+/* test_arrive.c — guests, of core/resident.h: what a stay takes, what it copies, and that
+ * each edge matters. That training with guests gives the same bits is test_resident.c's.
  */
 #include "dev_fault.h"
 #include "toy.h"
-#include "../../csrc/core/arrive.h"
+#include "../../csrc/core/resident_impl.h"
 
 #define NAP_NS 20000000
 
@@ -21,7 +21,8 @@ typedef struct hotel {
     mt_context cx;
     mt_dev    *dev;
     mt_store  *store;
-    mt_arrive *a;
+    mt_resident *r;
+    void      *slot;
     mt_queue  *run, *other;
     void      *mem[ROOMS];
     size_t     bytes[ROOMS];
@@ -33,7 +34,7 @@ static mt_status take_rooms(hotel *h)
     size_t   *bytes;
     mt_status st;
 
-    MT_TRY(mt_arrive_sizes(h->a, 0, MT_ARRIVE_LEAST, &bytes, &h->n));
+    MT_TRY(mt_arrive_sizes(h->r, 0, MT_ARRIVE_LEAST, &bytes, &h->n));
     REQUIRE(h->n <= ROOMS);
     memcpy(h->bytes, bytes, (size_t)h->n * sizeof *bytes);
     free(bytes);
@@ -52,17 +53,19 @@ static mt_status hotel_open(hotel *h, mt_dev *dev, const mt_param_desc *d, int n
     TRY(mt_store_open(&h->cx, &h->store));
     h->cx.store = h->store;
     TRY(mt_store_add(h->store, "embedding", d, n, &unit));
-    TRY(mt_store_move(h->store, 0, &mt_home_vram, NULL));
     TRY(dev->ops->queue_open(dev, "run", &h->run));
     TRY(dev->ops->queue_open(dev, "other", &h->other));
-    TRY(mt_arrive_open(&h->cx, &h->a));
-    TRY(mt_arrive_invite(h->a, 0));
+    TRY(mt_resident_open(&h->cx, &h->r));
+    TRY(dev->ops->mem_alloc(dev, mt_store_hi_bytes(h->store, 0), &h->slot));
+    TRY(mt_resident_settle(h->r, 0, h->slot));
+    TRY(mt_arrive_invite(h->r, 0));
     return take_rooms(h);
 }
 
 static void hotel_close(hotel *h)
 {
-    mt_arrive_close(h->a);
+    mt_resident_close(h->r);
+    h->dev->ops->mem_free(h->dev, h->slot);
     if (h->run != NULL)
         h->dev->ops->queue_close(h->run);
     if (h->other != NULL)
@@ -94,7 +97,7 @@ static void off_cpu(hotel *h)
 static mt_status lift(hotel *h)
 {
     int       taken = 0;
-    mt_status st = mt_arrive_lift(h->a, 0, MT_ARRIVE_LEAST, h->mem, h->n, h->run, &taken);
+    mt_status st = mt_arrive_lift(h->r, 0, MT_ARRIVE_LEAST, h->mem, h->n, h->run, &taken);
 
     CHECK_EQ(taken, st == MT_OK);
     return st;
@@ -105,13 +108,37 @@ static float *moment(hotel *h)
     return store_at(h->store, 0, 0, MT_PLANE_M);
 }
 
+/* What the home asks around an update, which made has done. */
+static mt_status parts_of(hotel *h, const mt_part **parts, int *n)
+{
+    return MT_LOCKED(&h->r->mu, mt__arrive_parts(h->r, 0, parts, n));
+}
+
+static mt_status before(hotel *h, mt_queue *q)
+{
+    return MT_LOCKED(&h->r->mu, mt__arrive_before(h->r, h->r->units[0], q));
+}
+
+static mt_status behind(hotel *h, mt_queue *made, const int *params, int n)
+{
+    MT_HOLD(&h->r->mu);
+    TRY(h->dev->ops->record(made, h->r->units[0]->done));
+    return mt__arrive_behind(h->r, h->r->units[0], params, n);
+}
+
+static mt_status current(hotel *h)
+{
+    TRY(mt_ledger_wait_updates(h->store, 0));
+    return mt__arrive_copied(h->r, 0);
+}
+
 /* The first element of the first moment, where it is during the stay. */
 static float *up(hotel *h)
 {
     const mt_part *parts;
-    int                   n;
+    int            n;
 
-    REQUIRE(mt_arrive_parts(h->a, 0, &parts, &n) == MT_OK && n > 0);
+    REQUIRE(parts_of(h, &parts, &n) == MT_OK && n > 0);
     return parts[0].at[MT_PLANE_M];
 }
 
@@ -127,9 +154,9 @@ TEST(every_state_of_what_is_trained_is_in_one_part)
 
     REQUIRE_OK(mt_dev_cpu_open(&dev));
     REQUIRE_OK(hotel_open(&h, dev, mixed, PARAMS));
-    CHECK_EQ(mt_arrive_parts(h.a, 0, &parts, &n), MT_ESTATE);
+    CHECK_EQ(parts_of(&h, &parts, &n), MT_ESTATE);
     CHECK_OK(lift(&h));
-    CHECK_OK(mt_arrive_parts(h.a, 0, &parts, &n));
+    CHECK_OK(parts_of(&h, &parts, &n));
     CHECK_EQ(n, h.n);
     for (int i = 0; i < n; i++) {
         const mt_part *p = &parts[i];
@@ -164,21 +191,21 @@ TEST(a_stay_goes_on_until_it_is_ended)
     HOTEL(h, 0);
     moment(&h)[0] = 1;
     CHECK_OK(lift(&h));
-    CHECK_OK(mt_arrive_drain(h.a));
+    CHECK_OK(mt__arrive_drain(h.r));
     CHECK(*up(&h) == 1);
     *up(&h) = 2;
-    CHECK_OK(mt_arrive_lift(h.a, 0, MT_ARRIVE_LEAST, h.mem, h.n, h.run, &taken));
+    CHECK_OK(mt_arrive_lift(h.r, 0, MT_ARRIVE_LEAST, h.mem, h.n, h.run, &taken));
     CHECK_EQ(taken, 0);
-    CHECK_OK(mt_arrive_drain(h.a));
+    CHECK_OK(mt__arrive_drain(h.r));
     CHECK(*up(&h) == 2);
     moment(&h)[0] = 3;
-    CHECK_OK(mt_arrive_push(h.a, 0, 0, 1u << MT_PLANE_M));
+    CHECK_OK(mt__arrive_push(h.r, 0, 0, 1u << MT_PLANE_M));
     CHECK(*up(&h) == 3);
-    CHECK_OK(mt_arrive_leave(h.a, 0, 0, &left));
+    CHECK_OK(mt_arrive_leave(h.r, 0, 0, &left));
     CHECK_EQ(left, 1);
-    CHECK_OK(mt_arrive_push(h.a, 0, 0, 1u << MT_PLANE_M));      /* they are on the host */
-    CHECK_EQ(mt_arrive_stats_get(h.a).h2d_bytes, 3 * 400);
-    CHECK_OK(mt_arrive_leave(h.a, 0, 1, &left));
+    CHECK_OK(mt__arrive_push(h.r, 0, 0, 1u << MT_PLANE_M));      /* they are on the host */
+    CHECK_EQ(mt_resident_stats_get(h.r).h2d_bytes, 3 * 400);
+    CHECK_OK(mt_arrive_leave(h.r, 0, 1, &left));
     CHECK_EQ(left, 1);
 }
 
@@ -187,18 +214,15 @@ TEST(parameters_without_an_update_stay_up)
 {
     mt_param_desc d[2] = { { MT_F32, 100, 1 }, { MT_F32, 100, 1 } };
     int           params[1] = { 1 };
-    mt_event     *made;
     mt_dev       *dev;
     hotel         h;
 
     REQUIRE_OK(mt_dev_cpu_open(&dev));
     REQUIRE_OK(hotel_open(&h, dev, d, 2));
-    REQUIRE_OK(dev->ops->event_open(dev, &made));
     CHECK_OK(lift(&h));
-    CHECK_OK(mt_arrive_behind(h.a, 0, params, 1, made));
-    CHECK_OK(mt_arrive_wait(h.a, 0));
-    CHECK_EQ(mt_arrive_stats_get(h.a).d2h_bytes, 2 * 400);
-    dev->ops->event_close(made);
+    CHECK_OK(behind(&h, h.other, params, 1));
+    CHECK_OK(current(&h));
+    CHECK_EQ(mt_resident_stats_get(h.r).d2h_bytes, 2 * 400);
     off_cpu(&h);
 }
 
@@ -229,7 +253,7 @@ static float given_while_written(unsigned skip)
     slow w = (slow){ h.mem[0], 9 };
     CHECK_OK(h.dev->ops->call(h.run, write_late, &w));
     CHECK_OK(lift(&h));
-    CHECK_OK(mt_arrive_drain(h.a));
+    CHECK_OK(mt__arrive_drain(h.r));
     CHECK_OK(h.dev->ops->sync(h.run));
     return *up(&h);
 }
@@ -246,7 +270,7 @@ static float read_while_lifted(unsigned skip)
     CHECK_OK(h.dev->ops->call(h.run, write_late, &w));
     CHECK_OK(lift(&h));
     r = (slow){ up(&h), 0 };
-    CHECK_OK(mt_arrive_before(h.a, 0, h.other));
+    CHECK_OK(before(&h, h.other));
     CHECK_OK(h.dev->ops->call(h.other, read_now, &r));
     CHECK_OK(h.dev->ops->sync(h.other));
     return r.value;
@@ -256,23 +280,20 @@ static float read_while_lifted(unsigned skip)
 static float stored_while_updated(unsigned skip, int *left)
 {
     HOTEL(h, skip);
-    OPENED(mt_event, made, h.dev->ops->event_open(h.dev, &made));
     moment(&h)[0] = 1;
     CHECK_OK(lift(&h));
-    CHECK_OK(mt_arrive_drain(h.a));
+    CHECK_OK(mt__arrive_drain(h.r));
     slow w = (slow){ up(&h), 9 };
     CHECK_OK(h.dev->ops->call(h.other, write_late, &w));
-    CHECK_OK(h.dev->ops->record(h.other, made));
-    CHECK_OK(mt_arrive_behind(h.a, 0, (int[1]){ 0 }, 1, made));
-    CHECK_OK(mt_arrive_wait(h.a, 0));
+    CHECK_OK(behind(&h, h.other, (int[1]){ 0 }, 1));
+    CHECK_OK(current(&h));
     float found = moment(&h)[0];
     CHECK_OK(h.dev->ops->sync(h.other));
     CHECK_OK(h.dev->ops->call(h.other, write_late, &w));
-    CHECK_OK(h.dev->ops->record(h.other, made));
-    CHECK_OK(mt_arrive_behind(h.a, 0, (int[1]){ 0 }, 1, made));
-    CHECK_OK(mt_arrive_leave(h.a, 0, 0, left));
+    CHECK_OK(behind(&h, h.other, (int[1]){ 0 }, 1));
+    CHECK_OK(mt_arrive_leave(h.r, 0, 0, left));
     CHECK_OK(h.dev->ops->sync(h.other));
-    CHECK_OK(mt_arrive_drain(h.a));
+    CHECK_OK(mt__arrive_drain(h.r));
     return found;
 }
 
@@ -314,20 +335,18 @@ TEST(a_stay_neither_begins_nor_ends_while_an_update_is_announced)
     mt_ledger_update_begin(h.store, 0);
     pthread_t thread = thread_start(lift_main, &h);
     sleep_ms(5);
-    uint64_t copied = mt_arrive_stats_get(h.a).h2d_bytes;
+    uint64_t copied = mt_resident_stats_get(h.r).h2d_bytes;
     CHECK_EQ(copied, 0);
     mt_ledger_update_end(h.store, 0);
     thread_join(thread);
-    CHECK_OK(mt_arrive_drain(h.a));
+    CHECK_OK(mt__arrive_drain(h.r));
     mt_ledger_update_begin(h.store, 0);
-    CHECK_OK(mt_arrive_leave(h.a, 0, 0, &left));
+    CHECK_OK(mt_arrive_leave(h.r, 0, 0, &left));
     CHECK_EQ(left, 0);
     mt_ledger_update_end(h.store, 0);
-    CHECK_OK(mt_arrive_leave(h.a, 0, 0, &left));
+    CHECK_OK(mt_arrive_leave(h.r, 0, 0, &left));
     CHECK_EQ(left, 1);
 }
-
-/* ---- refusals and failures -------------------------------------------------------------- */
 
 /* ---- waits of the host ------------------------------------------------------------------ */
 
@@ -346,12 +365,12 @@ TEST(stalled_guests_are_named)
     moment(&h)[0] = 1;
     REQUIRE_OK(h.dev->ops->call(h.run, wait_for_gate, &g));       /* VACANT holds guests */
     CHECK_OK(lift(&h));
-    STUCK(mt_arrive_wait(h.a, 0));
-    STUCK(mt_arrive_drain(h.a));
-    STUCK(mt_arrive_push(h.a, 0, 0, 1u << MT_PLANE_M));
+    STUCK(current(&h));
+    STUCK(mt__arrive_drain(h.r));
+    STUCK(mt__arrive_push(h.r, 0, 0, 1u << MT_PLANE_M));
     atomic_store(&g.open, 1);
-    CHECK_OK(mt_arrive_drain(h.a));
-    CHECK_OK(mt_arrive_wait(h.a, 0));
+    CHECK_OK(mt__arrive_drain(h.r));
+    CHECK_OK(current(&h));
     mt_watch_tell(mt_store_watch(h.store), list, sizeof list);
     CHECK_STR(list, "");
 }
@@ -372,7 +391,6 @@ TEST(the_host_comes_between_pieces)
 {
     hotel     h;
     mt_dev   *dev;
-    mt_event *made;
 
     REQUIRE_OK(mt_dev_cpu_open(&dev));
     mt_dev_ops ops = *dev->ops;
@@ -381,15 +399,12 @@ TEST(the_host_comes_between_pieces)
     dev->ops = &ops;
     atomic_store(&calls, 0);
     REQUIRE_OK(hotel_open(&h, dev, &(mt_param_desc){ MT_F32, 200000, 1 }, 1));
-    REQUIRE_OK(dev->ops->event_open(dev, &made));
     CHECK_OK(lift(&h));
     CHECK(h.n > 150);
     CHECK_EQ(atomic_load(&calls), 0);
-    CHECK_OK(dev->ops->record(h.run, made));
-    CHECK_OK(mt_arrive_behind(h.a, 0, (int[1]){ 0 }, 1, made));
-    CHECK_OK(mt_arrive_drain(h.a));
+    CHECK_OK(behind(&h, h.run, (int[1]){ 0 }, 1));
+    CHECK_OK(mt__arrive_drain(h.r));
     CHECK(atomic_load(&calls) > 30 && atomic_load(&calls) < 56);
-    dev->ops->event_close(made);
     off_cpu(&h);
 }
 
@@ -401,34 +416,29 @@ TEST(what_makes_no_sense_is_refused)
 
     HOTEL(h, 0);
     (void)store_add(h.store, "layers.0", &d, 1);
-    CHECK_FAILS(mt_arrive_invite(h.a, 1), MT_ESTATE, "layers.0");
-    CHECK_EQ(mt_arrive_invite(h.a, 2), MT_EINVAL);
-    CHECK_EQ(mt_arrive_sizes(h.a, 1, 1 << 20, &bytes, &n), MT_EINVAL);
-    CHECK_EQ(mt_arrive_wait(h.a, 1), MT_EINVAL);
-    CHECK_EQ(mt_arrive_lift(h.a, 0, MT_ARRIVE_LEAST, h.mem, 0, h.run, &taken), MT_EINVAL);
+    CHECK_FAILS(mt_arrive_invite(h.r, 1), MT_EINVAL, "layers.0");
+    CHECK_EQ(mt_arrive_invite(h.r, 2), MT_EINVAL);
+    CHECK_EQ(mt_arrive_sizes(h.r, 1, 1 << 20, &bytes, &n), MT_EINVAL);
+    CHECK_EQ(mt__arrive_copied(h.r, 1), MT_EINVAL);
+    CHECK_EQ(mt_arrive_lift(h.r, 0, MT_ARRIVE_LEAST, h.mem, 0, h.run, &taken), MT_EINVAL);
     CHECK_SAYS("they take 1");
-    CHECK_OK(mt_arrive_invite(h.a, 0));                     /* it is one */
+    CHECK_OK(mt_arrive_invite(h.r, 0));                     /* it is one */
     CHECK_OK(lift(&h));
-    mt_arrive_close(NULL);
 }
 
 /* A stay, an update and its end, with the n-th call failing. */
 static mt_status sojourn(hotel *h)
 {
-    mt_event *made = NULL;
     int       left;
     mt_status st;
 
     MT_TRY(lift(h));
-    MT_TRY(h->dev->ops->event_open(h->dev, &made));
-    MT_TRY(mt_arrive_before(h->a, 0, h->other));
-    MT_TRY(h->dev->ops->record(h->other, made));
-    MT_TRY(mt_arrive_behind(h->a, 0, (int[2]){ 0, 2 }, 2, made));
-    MT_TRY(mt_arrive_push(h->a, 0, 1, ~0u));
-    MT_TRY(mt_arrive_leave(h->a, 0, 1, &left));
+    MT_TRY(before(h, h->other));
+    MT_TRY(behind(h, h->other, (int[2]){ 0, 2 }, 2));
+    MT_TRY(mt__arrive_push(h->r, 0, 1, ~0u));
+    MT_TRY(mt_arrive_leave(h->r, 0, 1, &left));
     CHECK_EQ(left, 1);
 fail:
-    h->dev->ops->event_close(made);
     return st;
 }
 

@@ -87,7 +87,7 @@ TEST(the_kernel_takes_what_it_is_asked)
     mt_nodes nowhere = nodes_of("900\n", "900\n", "900\n", NULL);
 
     REQUIRE(p != MAP_FAILED);
-    int error = mt__numa_spread(mt_nodes_here(), p, bytes);
+    int error = mt__numa_place(mt_nodes_here(), p, bytes);
     if (error == ENOSYS || error == EPERM) {
         munmap(p, bytes);
         SKIP("this kernel has no NUMA policies for us: %s", strerror(error));
@@ -95,8 +95,8 @@ TEST(the_kernel_takes_what_it_is_asked)
     CHECK_EQ(error, 0);
     CHECK_EQ(policy_at(p + bytes / 2), MPOL_INTERLEAVE);
     memset(p, 1, bytes);
-    CHECK_EQ(mt__numa_spread(&nowhere, p, bytes), EINVAL);
-    CHECK_EQ(mt__numa_local(p + bytes / 2, bytes / 2), 0);
+    CHECK_EQ(mt__numa_place(&nowhere, p, bytes), EINVAL);
+    CHECK_EQ(mt__numa_place(NULL, p + bytes / 2, bytes / 2), 0);
     CHECK_EQ(policy_at(p), MPOL_INTERLEAVE);
     CHECK_EQ(policy_at(p + bytes / 2), MPOL_LOCAL);
     munmap(p, bytes);
@@ -108,8 +108,8 @@ TEST(one_node_is_left_alone)
     char  *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 
     REQUIRE(p != MAP_FAILED);
-    CHECK_EQ(mt_numa_spread(p, bytes), 0);
-    CHECK_EQ(mt_numa_local(p, bytes), 0);
+    CHECK_EQ(mt_numa_place(p, bytes, 0), 0);
+    CHECK_EQ(mt_numa_place(p, bytes, 1), 0);
     if (mt_nodes_here()->n == 1)
         CHECK_EQ(policy_at(p), MPOL_DEFAULT);
     munmap(p, bytes);

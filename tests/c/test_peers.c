@@ -545,8 +545,7 @@ typedef struct runner {
     int         fd, rank, step, fills;
     mt_sumsq   *sums;
     mt_through *through;
-    mt_resident *res;            /* these three: with settled units */
-    mt_arrive  *arrive;
+    mt_resident *res;            /* these two: with settled units */
     char       *mem[UNITS];      /* their slots; slot[] has what compute read there */
     int         left;            /* they are settled no more */
     mt_offload *o;
@@ -588,14 +587,13 @@ static void settle_all(runner *r)
     const plan *p = r->plan;
 
     REQUIRE_OK(mt_resident_open(&r->cx, &r->res));
-    REQUIRE_OK(mt_arrive_open(&r->cx, &r->arrive));
     for (int u = 0; u < UNITS; u++) {
         if (!is_settled(r, u))
             continue;
         REQUIRE((r->mem[u] = calloc(1, mt_store_hi_bytes(r->cx.store, u))) != NULL);
         REQUIRE_OK(mt_resident_settle(r->res, u, r->mem[u]));
         if (p->guests >> u & 1)
-            REQUIRE_OK(mt_arrive_invite(r->arrive, u));
+            REQUIRE_OK(mt_arrive_invite(r->res, u));
     }
 }
 
@@ -691,7 +689,6 @@ static void runner_close(runner *r)
     mt_update_close(r->u);
     mt_offload_close(r->o);
     mt_resident_close(r->res);
-    mt_arrive_close(r->arrive);
     mt_through_close(r->through);
     mt_sumsq_close(r->sums);
     r->cx.dev->ops->queue_close(r->run);
@@ -886,10 +883,10 @@ static void lift(runner *r, int unit, void **mem, int *n)
     FREED size_t *bytes = NULL;
     int     taken = 0;
 
-    CHECK_OK(mt_arrive_sizes(r->arrive, unit, 65536, &bytes, n));
+    CHECK_OK(mt_arrive_sizes(r->res, unit, 65536, &bytes, n));
     for (int i = 0; i < *n && i < 64; i++)
         REQUIRE((mem[i] = aligned_alloc(512, bytes[i])) != NULL);
-    CHECK_OK(mt_arrive_lift(r->arrive, unit, 65536, mem, *n, r->run, &taken));
+    CHECK_OK(mt_arrive_lift(r->res, unit, 65536, mem, *n, r->run, &taken));
     CHECK_EQ(taken, 1);
 }
 
@@ -897,7 +894,7 @@ static void leave(runner *r, int unit, void **mem, int n)
 {
     int left = 0;
 
-    CHECK_OK(mt_arrive_leave(r->arrive, unit, 1, &left));
+    CHECK_OK(mt_arrive_leave(r->res, unit, 1, &left));
     CHECK_EQ(left, 1);
     for (int i = 0; i < n; i++)
         free(mem[i]);
@@ -1057,7 +1054,7 @@ static void unsettle_all(runner *r)
     for (int u = 0; u < UNITS; u++)
         if (is_settled(r, u)) {
             if (r->plan->guests >> u & 1)
-                CHECK_OK(mt_arrive_dismiss(r->arrive, u));
+                CHECK_OK(mt_arrive_dismiss(r->res, u));
             CHECK_OK(mt_resident_unsettle(r->res, u, 1));
         }
     r->left = 1;

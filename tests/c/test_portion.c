@@ -10,7 +10,6 @@
 #include "toy.h"
 
 #include "../../csrc/core/arena.h"
-#include "../../csrc/core/arrive.h"
 #include "../../csrc/core/disk.h"
 #include "../../csrc/core/portion.h"
 #include "../../csrc/core/resident.h"
@@ -40,7 +39,6 @@ typedef struct side {
     mt_context    cx;
     mt_sumsq     *sums;
     mt_resident  *r;
-    mt_arrive    *a;
     void         *stay[STRETCHES];               /* a guest's states on the device */
     int           n_stay;
     mt_through   *through;
@@ -132,7 +130,6 @@ static void side_open(side *s, table *t, int owner, int owners)
     REQUIRE_OK(s->cx.dev->ops->mem_alloc(s->cx.dev, mt_store_hi_bytes(s->cx.store, 0) + 512,
                                       &s->slot));
     REQUIRE_OK(mt_resident_open(&s->cx, &s->r));
-    REQUIRE_OK(mt_arrive_open(&s->cx, &s->a));
     REQUIRE_OK(mt_through_open(&s->cx, 2, 65536, &s->through));
     REQUIRE_OK(mt_offload_open(&s->cx, 2, k, &s->o));
     REQUIRE_OK(mt_update_open(&s->cx, s->o, &s->u));
@@ -143,7 +140,6 @@ static void side_close(side *s)
     mt_update_close(s->u);
     mt_offload_close(s->o);
     mt_through_close(s->through);
-    mt_arrive_close(s->a);
     mt_resident_close(s->r);
     for (int i = 0; i < s->n_stay; i++)
         s->cx.dev->ops->mem_free(s->cx.dev, s->stay[i]);
@@ -161,7 +157,7 @@ static void side_close(side *s)
 static void go(side *s, int home)
 {
     if (s->home == GUEST)
-        CHECK_OK(mt_arrive_dismiss(s->a, 0));
+        CHECK_OK(mt_arrive_dismiss(s->r, 0));
     if (s->home == VRAM || s->home == GUEST)
         CHECK_OK(mt_resident_unsettle(s->r, 0, 1));
     if (s->home == THROUGH)
@@ -169,7 +165,7 @@ static void go(side *s, int home)
     if (home == VRAM || home == GUEST) {
         CHECK_OK(mt_resident_settle(s->r, 0, s->slot));
         if (home == GUEST)
-            CHECK_OK(mt_arrive_invite(s->a, 0));
+            CHECK_OK(mt_arrive_invite(s->r, 0));
         CHECK_OK(mt_home_vram.take(s->r, 0, s->run));
     }
     if (home == THROUGH)
@@ -306,11 +302,11 @@ static void lift(side *s)
     size_t      *bytes;
     int          n, taken;
 
-    REQUIRE(mt_arrive_sizes(s->a, 0, most, &bytes, &n) == MT_OK && n <= STRETCHES);
+    REQUIRE(mt_arrive_sizes(s->r, 0, most, &bytes, &n) == MT_OK && n <= STRETCHES);
     for (; s->n_stay < n; s->n_stay++)
         REQUIRE_OK(s->cx.dev->ops->mem_alloc(s->cx.dev, bytes[s->n_stay], &s->stay[s->n_stay]));
     free(bytes);
-    CHECK_OK(mt_arrive_lift(s->a, 0, most, s->stay, n, s->run, &taken));
+    CHECK_OK(mt_arrive_lift(s->r, 0, most, s->stay, n, s->run, &taken));
 }
 
 static mt_status gradient(void *arg, int param, const void **at, mt_plane *plane)
@@ -348,7 +344,7 @@ static double step(side *s)
     CHECK_OK(mt_ledger_wait_updates(s->cx.store, 0));
     CHECK_OK(mt_update_drain(s->u));
     if (s->home == GUEST)
-        CHECK_OK(mt_arrive_leave(s->a, 0, 1, &left));
+        CHECK_OK(mt_arrive_leave(s->r, 0, 1, &left));
     return norm;
 }
 

@@ -1,4 +1,4 @@
-/* test_resident.c — the executable form of core/resident.h, through.h and arrive.h: a unit that
+/* test_resident.c — the executable form of core/resident.h and through.h: a unit that
  * lives on the device, with its states there or coming for the update, or goes through it to be
  * updated, has the bits of one that does neither, in every plane, with the real kernels and
  * whatever the user does in between.
@@ -77,7 +77,6 @@ typedef struct model {
     mt_offload   *o;
     mt_updater   *u;
     mt_through   *t;
-    mt_arrive    *a;                              /* NULL: there are no guests */
     void         *pieces[UNITS][PARAMS * 2];      /* a guest's; run scribbles into them when a stay
                                                    * is over */
     int           n_pieces[UNITS], stays[UNITS];
@@ -139,15 +138,12 @@ static void open_slots(model *m)
 
 static void open_guests(model *m)
 {
-    if (m->c->guests == 0)
-        return;
-    REQUIRE_OK(mt_arrive_open(&m->cx, &m->a));
     for (int u = 0; u < UNITS; u++)
         if (m->c->guests >> u & 1) {
             size_t *bytes;
 
-            CHECK_OK(mt_arrive_invite(m->a, u));
-            REQUIRE_OK(mt_arrive_sizes(m->a, u, MT_ARRIVE_LEAST, &bytes, &m->n_pieces[u]));
+            CHECK_OK(mt_arrive_invite(m->r, u));
+            REQUIRE_OK(mt_arrive_sizes(m->r, u, MT_ARRIVE_LEAST, &bytes, &m->n_pieces[u]));
             REQUIRE(m->n_pieces[u] >= PARAMS && m->n_pieces[u] <= PARAMS * 2);
             for (int i = 0; i < m->n_pieces[u]; i++)
                 REQUIRE_OK(m->dev->ops->mem_alloc(m->dev, bytes[i], &m->pieces[u][i]));
@@ -157,7 +153,6 @@ static void open_guests(model *m)
 
 static void close_guests(model *m)
 {
-    mt_arrive_close(m->a);
     for (int u = 0; u < UNITS; u++)
         for (int i = 0; i < m->n_pieces[u]; i++)
             m->dev->ops->mem_free(m->dev, m->pieces[u][i]);
@@ -167,9 +162,9 @@ static void lift(model *m, int u)
 {
     int taken;
 
-    if (m->a == NULL || !mt_arrive_invited(m->a, u))
+    if (!mt_arrive_invited(m->r, u))
         return;
-    CHECK_OK(mt_arrive_lift(m->a, u, MT_ARRIVE_LEAST, m->pieces[u], m->n_pieces[u], m->run,
+    CHECK_OK(mt_arrive_lift(m->r, u, MT_ARRIVE_LEAST, m->pieces[u], m->n_pieces[u], m->run,
                             &taken));
     CHECK_EQ(taken, !m->stays[u]);
     m->stays[u] = 1;
@@ -188,7 +183,7 @@ static void leave(model *m, int wait)
 
         if (!m->stays[u])
             continue;
-        CHECK_OK(mt_arrive_leave(m->a, u, wait, &left));
+        CHECK_OK(mt_arrive_leave(m->r, u, wait, &left));
         CHECK(left || !wait);
         m->stays[u] = !left;
         for (int i = 0; i < m->n_pieces[u] && left; i++)
@@ -199,8 +194,8 @@ static void leave(model *m, int wait)
 /* Nothing of the unit is under way. */
 static void go(model *m, int u)
 {
-    if (m->a != NULL && mt_arrive_invited(m->a, u))
-        CHECK_OK(mt_arrive_dismiss(m->a, u));
+    if (mt_arrive_invited(m->r, u))
+        CHECK_OK(mt_arrive_dismiss(m->r, u));
     CHECK_OK(mt_resident_unsettle(m->r, u, 1));
     CHECK(mt_resident_mem(m->r, u) == NULL);
     memset(m->slots[2 + u].mem, 0xFF, m->slots[2 + u].bytes);        /* it is the caller's again */
@@ -211,7 +206,7 @@ static void go(model *m, int u)
 static void come(model *m, int u)
 {
     if (m->c->guests >> u & 1)
-        CHECK_OK(mt_arrive_invite(m->a, u));
+        CHECK_OK(mt_arrive_invite(m->r, u));
     CHECK_OK(mt_home_vram.take(m->r, u, m->run));
 }
 
@@ -490,7 +485,7 @@ static uint64_t submit_some(model *m, int step, int first, int n)
         REQUIRE(a != NULL);
         *a = (adam){ .m = m, .unit = u, .step = step,
                      .settled = mt_store_home(m->store, u, NULL)->device != 0,
-                     .guest = m->a != NULL && mt_arrive_invited(m->a, u) };
+                     .guest = mt_arrive_invited(m->r, u) };
         lift(m, u);
         for (int p = 0; p < PARAMS; p++)
             a->acc[p] = mt_offload_has(m->o, u, p, MT_GRAD_SUMMED);
@@ -1002,11 +997,10 @@ TEST(states_that_are_pushed_before_a_unit_is_taken_are_not_lost)
 TEST(a_unit_whose_states_are_on_the_device_is_no_guest)
 {
     SETTLED(m);
-    REQUIRE_OK(mt_arrive_open(&m.cx, &m.a));
     step_once(&m, 0);
     CHECK_OK(mt_update_drain(m.u));
-    CHECK_FAILS(mt_arrive_invite(m.a, 1), MT_ESTATE, "layers.1");
-    CHECK(!mt_arrive_invited(m.a, 1));
+    CHECK_FAILS(mt_arrive_invite(m.r, 1), MT_ESTATE, "layers.1");
+    CHECK(!mt_arrive_invited(m.r, 1));
 }
 
 /* A write, and at once its memory's end: what the device has. */
@@ -1082,7 +1076,7 @@ TEST(bringing_touches_no_other_parameter)
 /* Up and down once in a step; the device has no other memory of theirs. */
 TEST(of_guests_states_alone_cross)
 {
-    size_t states = 0;
+    size_t states = 0, weights = 0;         /* these once */
 
     MODEL(m, .seed = 1, .settled = ALL, .guests = ALL, .micros = 1, .max_norm = 1);
     for (int step = 0; step < 5; step++) {
@@ -1090,14 +1084,15 @@ TEST(of_guests_states_alone_cross)
         leave(&m, 1);
     }
     for (int u = 0; u < UNITS; u++)
+        weights += mt_store_hi_bytes(m.store, u);
+    for (int u = 0; u < UNITS; u++)
         for (int p = 0; p < PARAMS; p++)
             for (int k = 0; k < PLANES; k++)
                 if (MT_STATE_PLANES >> planes[k] & 1)
                     states += (size_t)numel(u, p) * mt_plane_bytes(planes[k], types[u],
                                                                    MT_STATES_FP32, 1);
-    CHECK_EQ(mt_arrive_stats_get(m.a).h2d_bytes, 5 * states);
-    CHECK_EQ(mt_arrive_stats_get(m.a).d2h_bytes, 5 * states);
-    CHECK_EQ(mt_resident_stats_get(m.r).d2h_bytes, 0);
+    CHECK_EQ(mt_resident_stats_get(m.r).h2d_bytes, 5 * states + weights);
+    CHECK_EQ(mt_resident_stats_get(m.r).d2h_bytes, 5 * states);
     CHECK(mt_store_bytes(m.store, MT_PLANE_M) > 0);
     CHECK_EQ(mt_store_bytes(m.store, MT_PLANE_GRAD), 0);
 }
@@ -1154,7 +1149,7 @@ TEST(a_guest_that_was_not_lifted_is_not_updated)
     MODEL(m, .seed = 1, .settled = 3, .guests = 1, .micros = 1, .max_norm = 1);
     CHECK_FAILS(mt_resident_at(m.r, 0, 0, MT_PLANE_M, &at), MT_ESTATE, "around its updates");
     CHECK_OK(mt_resident_at(m.r, 1, 0, MT_PLANE_M, &at));
-    CHECK_EQ(mt_arrive_invite(m.a, 2), MT_ESTATE);
+    CHECK_FAILS(mt_arrive_invite(m.r, 2), MT_EINVAL, "is not settled");
     CHECK_OK(mt_stream_begin(m.s));
     window(&m, 0, 0, 0);
     *a = (adam){ .m = &m, .settled = 1, .guest = 1 };

@@ -601,46 +601,40 @@ TEST(every_failing_device_call_frees_everything)
 
 /* ---- places ----------------------------------------------------------------------------- */
 
-/* Of a file that has room for ten pages. */
-static mt_place *place_of(mt_places *l, uint64_t pages)
+/* Of a file that has room for ten pages. 0: it has no more. */
+static int take(mt_places *l, mt_place *p, uint64_t pages)
 {
-    uint64_t lack = mt_places_lack(l, pages * 4096);
+    uint64_t lack = mt_places_take(l, p, pages * 4096);
 
     if (l->bytes + lack > 10 * 4096)
-        return NULL;
-    if (lack > 0) {
-        CHECK(mt_places_take(l, pages * 4096) == NULL);
-        REQUIRE_OK(mt_places_add(l, lack));
-    }
-    CHECK_EQ(mt_places_lack(l, pages * 4096), 0);
-    return mt_places_take(l, pages * 4096);
+        return 0;
+    l->bytes += lack;
+    return lack == 0 || mt_places_take(l, p, pages * 4096) == 0;
 }
 
 TEST(places_are_cut_and_joined)
 {
     mt_places l = { 0 };
-    mt_place *a = place_of(&l, 3), *b = place_of(&l, 1), *c = place_of(&l, 2), *d;
+    mt_place  a, b, c, d;
 
-    REQUIRE(a != NULL && b != NULL && c != NULL);
-    CHECK_EQ(c->at, 4 * 4096);
-    mt_places_give(&l, a);
-    mt_places_give(&l, c);
-    c = place_of(&l, 2);                                /* the smallest that holds it */
-    CHECK_EQ(c->at, 4 * 4096);
-    a = place_of(&l, 1);
-    d = place_of(&l, 2);
-    CHECK(a->at == 0 && d->at == 4096);                 /* of three, one and two */
+    REQUIRE(take(&l, &a, 3) && take(&l, &b, 1) && take(&l, &c, 2));
+    CHECK_EQ(c.at, 4 * 4096);
+    mt_places_give(&l, &a);
+    mt_places_give(&l, &c);
+    CHECK(take(&l, &c, 2));                             /* the smallest that holds it */
+    CHECK_EQ(c.at, 4 * 4096);
+    CHECK(take(&l, &a, 1) && take(&l, &d, 2));
+    CHECK(a.at == 0 && d.at == 4096);                   /* of three, one and two */
     CHECK_EQ(l.used_bytes, 6 * 4096);
-    mt_places_give(&l, a);
-    mt_places_give(&l, b);
-    mt_places_give(&l, d);                              /* with both neighbours */
-    a = place_of(&l, 4);
-    CHECK(a->at == 0 && l.bytes == 6 * 4096);
-    mt_places_give(&l, c);
-    CHECK(place_of(&l, 7) == NULL);                     /* 2 are free at the end, 4 may be added */
-    b = place_of(&l, 6);
-    CHECK(b->at == 4 * 4096 && l.bytes == 10 * 4096);
-    mt_places_close(&l);
+    mt_places_give(&l, &a);
+    mt_places_give(&l, &b);
+    mt_places_give(&l, &d);                             /* with both neighbours */
+    CHECK(take(&l, &a, 4) && a.at == 0 && l.bytes == 6 * 4096);
+    mt_places_give(&l, &c);
+    mt_places_give(&l, &c);                             /* it is nowhere */
+    CHECK(!take(&l, &d, 7));                            /* 2 are free at the end, 4 may be added */
+    CHECK(take(&l, &b, 6));
+    CHECK(b.at == 4 * 4096 && l.bytes == 10 * 4096 && l.used_bytes == 10 * 4096);
 }
 
 /* Empty tensors, and no tensor at all: the file has nothing to write,

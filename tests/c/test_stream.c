@@ -1,7 +1,6 @@
 /* test_stream.c — what acquire promises: the unit's current weights, whatever the order, whoever
  * holds a slot, and whenever an update comes. */
 #include "../../csrc/core/stream.h"
-#include "../../csrc/core/course.h"
 #include "dev_fault.h"
 #include "toy.h"
 
@@ -771,10 +770,9 @@ TEST(every_failing_device_call_frees_everything)
 TEST(a_unit_stays_elsewhere_only_if_nothing_is_fetched_over_it)
 {
     static const size_t unit_bytes[3] = { 1, 1, 1 }, slot_bytes[2] = { 1, 1 };
-    mt__course          c;
+    mt__course          c = { 0 };
     int64_t             from, step;
 
-    mt__course_open(&c);
     for (int u = 0; u < 3; u++)
         CHECK_OK(mt__course_compute(&c, u, &from, &step));
     CHECK_OK(mt__course_begin(&c, unit_bytes, 3, slot_bytes, 2));
@@ -792,10 +790,9 @@ TEST(a_unit_stays_elsewhere_only_if_nothing_is_fetched_over_it)
 TEST(a_fifth_order_replaces_the_oldest)
 {
     static const size_t unit_bytes[6] = { 1, 1, 1, 1, 1, 1 }, slot_bytes[2] = { 1, 1 };
-    mt__course          c;
+    mt__course          c = { 0 };
     int64_t             from, step;
 
-    mt__course_open(&c);
     for (int round = 0; round < 2; round++)
         for (int first = 0; first < 5; first++) {
             for (int i = 0; i < 3; i++)
