@@ -1,6 +1,6 @@
 """A small transformer trained under random delays, so that a wait between two queues that is missing shows.
 
-Shared by test_overlap.py (CPU device) and gpu/run_edges.py (CUDA). A *run* is one model streamed and
+Shared by test_overlap.py (CPU device) and gpu/test_on_gpu.py (CUDA). A *run* is one model streamed and
 trained by mt.AdamW; everything it noticed comes back as a dictionary, and two runs are compared to the bit.
 Where the delays come from: the engine's own queues sleep before each operation (delay_us of its doors); on
 CUDA the stream that computes sleeps inside every layer, in forward and in backward (`Dawdle`).
@@ -21,6 +21,9 @@ from torch import Tensor
 __all__ = ["EDGES", "Scenario", "difference", "train"]
 
 CYCLES_PER_US = 2000      # of a GPU at 2 GHz; only the order of magnitude matters
+# On CUDA the host needs about a millisecond to launch a layer: compute that naps for less is never behind the host, and a
+# copy that naps for less than a layer takes is never behind compute.
+COMPUTE_SLOW, COPIES_SLOW = dict(compute_us=4000, delay_us=50), dict(compute_us=0, delay_us=500)
 
 
 class Pace:

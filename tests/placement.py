@@ -1,6 +1,6 @@
 """The same training with units at home in different places: the bits must be the same.
 
-Shared by test_placement.py (CPU device) and gpu/run_placement.py (CUDA).
+Shared by test_placement.py (CPU device) and gpu/test_on_gpu.py (CUDA).
 """
 from __future__ import annotations
 

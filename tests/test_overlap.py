@@ -67,7 +67,7 @@ def test_a_wait_left_out_is_noticed(scenario: Scenario, edge: str) -> None:
 def test_compute_on_the_cpu_device_is_never_behind(edge: str) -> None:
     """FREED and GRAD make a copy wait for compute. On the CPU device compute is the thread that asks for the copy:
     what it was given is done when it asks, so these waits end as they begin, and leaving them out changes nothing
-    here. They are seen where compute is a queue: tests/c/test_engine.c and gpu/run_edges.py."""
+    here. They are seen where compute is a queue: tests/c/test_engine.c and gpu/test_on_gpu.py."""
     for seed in range(3):
         seen = edges.difference(overlap_off(SCENARIOS[0]), edges.train(
             SCENARIOS[0], delay_us=DELAY_US, seed=seed, skip=EDGES[edge]))
