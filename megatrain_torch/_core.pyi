@@ -40,8 +40,8 @@ class Engine:
         delay_us, seed: tests: random sleeps in every queue (0: none).
         share: descriptor of memory in which ranks of one machine have the model together; -1: this process is alone.
             All of them add the same units, announce the same hand-overs and submit the same updates, in one order.
-        rank, ranks: every unit has so many owners (csrc/core/portion.h), and this is one of them: it has the states of
-            its portion alone, is given the gradients of its portion, and updates that.
+        rank, ranks: in a share every unit has so many owners (csrc/core/portion.h), and this is one of them: it has the
+            states of its portion alone, is given the gradients of its portion, and updates that.
         speakers: where some of them are on other machines: by rank, the one of this machine that says here what that
             rank says there (csrc/core/relay.h).
     """

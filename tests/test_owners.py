@@ -109,10 +109,14 @@ def test_what_every_script_does_in_place_is_done_once(parties: Make, ranks: int)
 def test_a_rank_that_cannot_be_is_refused(rank: int, ranks: int) -> None:
     with pytest.raises(MegatrainError, match=f"rank {rank} of {ranks}"):
         Engine("cpu", rank=rank, ranks=ranks)
+    with pytest.raises(MegatrainError, match="shares nothing has neither ranks"):
+        Engine("cpu", rank=1, ranks=2)
 
 
 def test_a_unit_without_elements_has_portions_without_bytes() -> None:
-    engine = Engine("cpu", rank=1, ranks=3)
+    fd = share()
+    engine = Engine("cpu", share=fd, rank=1, ranks=3)
+    os.close(fd)
     empty, bare = engine.add_unit("empty", [DTYPES["F32"]], [0], [True]), engine.add_unit("bare", [], [], [])
     assert engine.portions(empty) == engine.portions(bare) == (0, 0, 0, 0)
     assert engine.owned(empty, 0) == (0, 0)

@@ -79,8 +79,6 @@ PyObject *mt_engine_add_unit(PyObject *self, PyObject *args, PyObject *kw)
     if ((params = descs(e, d, m, t)) == NULL)
         goto done;
     st = mt_store_add(e->cx.store, name, params, (int)PyTuple_Size(d), &unit);
-    if (st == MT_OK && e->ranks > 1 && e->cx.share == NULL)  /* in a share the store knows */
-        st = mt_store_own(e->cx.store, unit, e->rank, e->ranks);
     out = st == MT_OK ? PyLong_FromLong(unit) : mt_raise(e->error, st);
 
 done:
