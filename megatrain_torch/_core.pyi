@@ -199,8 +199,6 @@ class Engine:
     def wait_saved(self, unit: int) -> None:
         """Until no save has the unit's planes to copy: before they are written from outside."""
 
-    def device_plane(self, unit: int, param: int, plane: int) -> int:
-        """Address on the device of a settled unit's parameter. A gradient made at its GRAD is not copied."""
     def device_bytes(self) -> int:
         """Device memory of settled units' planes, their slots not counted, and of updates on their way."""
     def begin(self, portions: bool = False, /) -> None:
@@ -338,7 +336,6 @@ def split_set(p: int, hi: int, lo: int, n: int, low: int = 2, /) -> None: ...
 def codes_get(m: int, v: int, scale: int, out_m: int, out_v: int, n: int, /) -> None:
     """fp32 values of moments of 8 bits; addresses."""
 def codes_set(in_m: int, in_v: int, m: int, v: int, scale: int, n: int, /) -> None: ...
-def isa_runs(isa: int) -> bool: ...
 def open_private(path: str, flags: int) -> int:
     """As os.open; children of fork() do not have the descriptor, nor a share of its lock."""
 def close_private(fd: int) -> None:
@@ -371,7 +368,6 @@ def search_needs(search: Any, /) -> tuple[bytes, int, int, int, int, int]:
     the fewest bytes."""
 def search_track(search: Any, micro: int, track: int, /) -> tuple[int, int, float, bytes, bytes]:
     """Bytes away and in a file, least seconds, levels (mt_level) and their modes."""
-def search_bound(search: Any, row: int, ring: int, micro: int, track: int, level: int, /) -> float: ...
 def plan_slots(sizes: list[int], ring: int, /) -> list[int]:
     """Bytes of each slot, largest first, for units of these sizes."""
 def register_ops() -> None:

@@ -29,7 +29,7 @@ settings.load_profile("no deadline")
 _pytest.runner._update_current_test_var = lambda item, when: None
 
 # Of minutes each, for which the other processes of pytest would wait at the end.
-FIRST = "bases_apart versions cli_methods several peft proof_cases latent placement correction several_hf lifetimes".split()
+FIRST = "bases_apart versions cli_methods several peft proof_cases latent overlap correction several_hf lifetimes".split()
 COMPARED = "parity situations integration peft models".split()      # plain against plain says something of these alone
 
 

@@ -535,8 +535,6 @@ static PyMethodDef methods[] = {
            "Host planes of a unit become current and may be written; bits 1 << plane, or -1."),
     METHOD(push, ", unit, param, planes, /",
            "A settled unit's host planes were written: the device's take their values."),
-    METHOD(device_plane, ", unit, param, plane, /",
-           "Address on the device of a settled unit's parameter."),
     NOARGS(device_bytes, "",
            "Device memory of settled units' planes, their slots not counted, and of updates on "
            "their way."),

@@ -516,18 +516,6 @@ PyObject *mt_engine_push(PyObject *self, PyObject *args)
     return mt_engine_done(e, st);
 }
 
-PyObject *mt_engine_device_plane(PyObject *self, PyObject *args)
-{
-    int       unit, param, plane;
-    void     *p;
-    mt_status st;
-
-    MT_ENGINE(e, "O&O&O&:device_plane", mt_as_unit, &unit, mt_as_param, &param, mt_as_plane,
-              &plane);
-    MT_UNLOCKED(e, st, mt_resident_at(e->cx.residents, unit, param, (mt_plane)plane, &p));
-    return st == MT_OK ? PyLong_FromVoidPtr(p) : mt_raise(e->error, st);
-}
-
 PyObject *mt_engine_device_bytes(PyObject *self, PyObject *Py_UNUSED(unused))
 {
     size_t bytes;

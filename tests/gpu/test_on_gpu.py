@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import edges
-import placement
 import pytest
 import torch
 from edges import EDGES, Scenario
@@ -87,14 +86,14 @@ def test_every_left_out_wait_is_seen_and_with_all_of_them_nothing_differs(edge: 
 
 @functools.cache
 def placed_first(name: str, kind: str, states: str) -> dict[str, torch.Tensor]:
-    return placement.train(name, "cuda", placement.DTYPES[kind], states)[0]
+    return edges.placed(name, "cuda", edges.DTYPES[kind], states)[0]
 
 
-@pytest.mark.parametrize("states, kind", [(s, k) for s in FORMATS for k in (placement.DTYPES if s == "fp32" else ["bf16"])])
-@pytest.mark.parametrize("name", placement.PLACES)
+@pytest.mark.parametrize("states, kind", [(s, k) for s in FORMATS for k in (edges.DTYPES if s == "fp32" else ["bf16"])])
+@pytest.mark.parametrize("name", edges.PLACES)
 def test_every_placement_gives_the_same_bits(name: str, states: str, kind: str) -> None:
-    right = placed_first(placement.first_of(name), kind, states)
-    found = placement.difference(name, "cuda", placement.DTYPES[kind], right, states)
+    right = placed_first(edges.first_of(name), kind, states)
+    found = edges.misplaced(name, "cuda", edges.DTYPES[kind], right, states)
     assert found is None, found
 
 
