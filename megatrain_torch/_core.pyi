@@ -368,6 +368,7 @@ def search_needs(search: Any, /) -> tuple[bytes, int, int, int, int, int]:
     the fewest bytes."""
 def search_track(search: Any, micro: int, track: int, /) -> tuple[int, int, float, bytes, bytes]:
     """Bytes away and in a file, least seconds, levels (mt_level) and their modes."""
+def search_bound(search: Any, row: int, ring: int, micro: int, track: int, level: int, /) -> float: ...
 def plan_slots(sizes: list[int], ring: int, /) -> list[int]:
     """Bytes of each slot, largest first, for units of these sizes."""
 def register_ops() -> None:

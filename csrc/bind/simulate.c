@@ -430,6 +430,20 @@ static PyObject *track_of(mt_state *s, const mt_search *in, PyObject *args)
                            (char *)modes, SIZE(found.n_levels * in->step.n_windows, *modes));
 }
 
+static PyObject *bound_of(mt_state *s, const mt_search *in, PyObject *args)
+{
+    mt_choice at = { 0 };
+    PyObject *o;
+    double    seconds = 0.0;
+    mt_status st;
+
+    if (!PyArg_ParseTuple(args, "Oiiiii:search_bound", &o, &at.row, &at.ring, &at.micro, &at.track,
+                          &at.level))
+        return NULL;
+    st = mt_search_bound(in, &at, &seconds);
+    return st != MT_OK ? mt_raise(s->error, st) : PyFloat_FromDouble(seconds);
+}
+
 #define ASK(what) \
     static PyObject *py_##what(PyObject *module, PyObject *args) { return ask(module, args, what); }
 ASK(best_of)
@@ -437,6 +451,7 @@ ASK(time_of)
 ASK(memory_of)
 ASK(needs_of)
 ASK(track_of)
+ASK(bound_of)
 
 static PyObject *py_plan_slots(PyObject *module, PyObject *args)
 {
@@ -484,6 +499,9 @@ PyMethodDef mt_walk_methods[] = {
     { "search_track", py_track_of, METH_VARARGS,
       "search_track(search, micro, track, /)\n--\n\n"
       "(away, spilled, least seconds, levels, modes by level) of one track." },
+    { "search_bound", py_bound_of, METH_VARARGS,
+      "search_bound(search, row, ring, micro, track, level, /)\n--\n\n"
+      "Seconds that a choice's step cannot undercut." },
     { "plan_slots", py_plan_slots, METH_VARARGS,
       "plan_slots(sizes, ring, /)\n--\n\nBytes of the slots for units of these sizes." },
     { NULL, NULL, 0, NULL },

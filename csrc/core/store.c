@@ -290,21 +290,6 @@ static mt_plane made_of(const mt__unit *u, unsigned planes, int sides)
     return MT_PLANE_COUNT;
 }
 
-/* In a share this process owns its rank's portion of each unit. */
-static mt_status set_owner(mt_store *s, int unit)
-{
-    mt_portion own;
-    mt__unit  *u;
-    int        ranks = mt_share_ranks(s->share);
-
-    MT_DO(mt_portion_of(s, unit, mt_share_rank(s->share), ranks, &own));
-    u = mt__unit_at(s, unit);
-    MT_HOLD(&s->map_mu);
-    u->own = own;
-    u->owners = ranks;
-    return MT_OK;
-}
-
 mt_status mt_store_add(mt_store *s, const char *name, const mt_param_desc *p, int n, int *unit)
 {
     mt__unit *u;
@@ -315,10 +300,17 @@ mt_status mt_store_add(mt_store *s, const char *name, const mt_param_desc *p, in
     if ((st = publish(s, u)) == MT_OK)
         *unit = u->number;
     mt_unlock(&s->map_mu);
-    if (st != MT_OK)
+    if (st != MT_OK) {
         mt__unit_close(s, u);
-    else if (s->share != NULL)
-        st = set_owner(s, *unit);
+    } else if (s->share != NULL) {       /* this process owns its rank's portion */
+        mt_portion own;
+        int        ranks = mt_share_ranks(s->share);
+
+        MT_DO(mt_portion_of(s, *unit, mt_share_rank(s->share), ranks, &own));
+        MT_HOLD(&s->map_mu);
+        u->own = own;
+        u->owners = ranks;
+    }
     return st;
 }
 
