@@ -12,7 +12,8 @@ import edges
 import parity
 import pytest
 import torch
-from edges import EDGES, Scenario
+from edges import Scenario
+from parity import EDGES
 from torch import Tensor
 
 SEEDS = 10 if parity.FULL else 4

@@ -11,7 +11,8 @@ from pathlib import Path
 import edges
 import pytest
 import torch
-from edges import EDGES, Scenario
+from edges import Scenario
+from parity import EDGES
 
 from megatrain_torch import _core
 from megatrain_torch.base.modes import FORMATS
