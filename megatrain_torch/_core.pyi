@@ -40,8 +40,8 @@ class Engine:
         delay_us, seed: tests: random sleeps in every queue (0: none).
         share: descriptor of memory in which ranks of one machine have the model together; -1: this process is alone.
             All of them add the same units, announce the same hand-overs and submit the same updates, in one order.
-        rank, ranks: every unit has so many owners (csrc/core/portion.h), and this is one of them: it has the states of
-            its portion alone, is given the gradients of its portion, and updates that.
+        rank, ranks: in a share every unit has so many owners (csrc/core/portion.h), and this is one of them: it has the
+            states of its portion alone, is given the gradients of its portion, and updates that.
         speakers: where some of them are on other machines: by rank, the one of this machine that says here what that
             rank says there (csrc/core/relay.h).
     """
@@ -199,8 +199,6 @@ class Engine:
     def wait_saved(self, unit: int) -> None:
         """Until no save has the unit's planes to copy: before they are written from outside."""
 
-    def device_plane(self, unit: int, param: int, plane: int) -> int:
-        """Address on the device of a settled unit's parameter. A gradient made at its GRAD is not copied."""
     def device_bytes(self) -> int:
         """Device memory of settled units' planes, their slots not counted, and of updates on their way."""
     def begin(self, portions: bool = False, /) -> None:
@@ -338,7 +336,6 @@ def split_set(p: int, hi: int, lo: int, n: int, low: int = 2, /) -> None: ...
 def codes_get(m: int, v: int, scale: int, out_m: int, out_v: int, n: int, /) -> None:
     """fp32 values of moments of 8 bits; addresses."""
 def codes_set(in_m: int, in_v: int, m: int, v: int, scale: int, n: int, /) -> None: ...
-def isa_runs(isa: int) -> bool: ...
 def open_private(path: str, flags: int) -> int:
     """As os.open; children of fork() do not have the descriptor, nor a share of its lock."""
 def close_private(fd: int) -> None:

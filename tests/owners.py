@@ -1,7 +1,6 @@
 """Engines that own a portion of every unit each, as processes of one machine do, and the one that owns all.
 
-All of them are in this process, each with memory of its own or with a share, and take turns: all begin something before
-one waits. A `Party` is such an engine: it is told of whole gradients, and hands over what is its own of them. Shared by
+All of them are in this process, with a share, and take turns: all begin something before one waits. A `Party` is such an engine: it is told of whole gradients, and hands over what is its own of them. Shared by
 test_owners.py (CPU device) and gpu/test_owners_on_gpu.py.
 """
 from __future__ import annotations
@@ -20,13 +19,11 @@ from megatrain_torch._core import DTYPES, PLANES, STATES, Engine, MegatrainError
 TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 HYPER = (1e-2, 0.9, 0.95, 1e-8, 0.1)     # lr, beta1, beta2, eps, weight_decay
 SET, ADD = 0, 1
-GROUP = 128                              # elements that share a scale: csrc/core/dtype.h
 UNITS = (                                # name of the type, elements: cuts inside of parameters and between them
     (("BF16", 30000), ("F32", 64), ("F16", 20011), ("F32", 9000), ("BF16", 1)),
     (("F16", 8192), ("BF16", 24577)),
 )
-# Where units live, and whether in a share.
-PLACES = [("ram", True), *((home, False) for home in ("ram", "vram", "arrive", "disk")), ("through", True)]
+HOMES = ("ram", "through", "vram", "arrive", "disk")
 
 
 def seeded(seed: int, unit: int, scale: float = 1.0) -> list[Tensor]:
@@ -42,11 +39,11 @@ class Party:
         kept: memory of the device. stays: of it what a unit's states come to. sources: of gradients on their way.
     """
 
-    def __init__(self, rank: int, ranks: int, states: str = "fp32", home: str = "ram", path: Path | None = None,
-                 share: int = -1, device: str = "cpu") -> None:
+    def __init__(self, rank: int, ranks: int, states: str = "fp32", home: str = "ram", share: int = -1,
+                 device: str = "cpu") -> None:
         self.engine = Engine(device, threads=2, rank=rank, ranks=ranks, share=share)
         self.engine.watchdog(60)
-        self.device, self.home, self.shares, self.step_number = device, home, share >= 0, 0
+        self.device, self.home, self.step_number = device, home, 0
         self.kept: list[Tensor] = []
         self.stays: dict[int, list[int]] = {}
         self.sources: list[object] = []
@@ -56,7 +53,6 @@ class Party:
             self.engine.set_states(unit, STATES[states])
             for i, weight in enumerate(seeded(7, u)):
                 self.plane(u, i, "HI", True).copy_(weight.view(torch.uint8))
-        self.go(path)
 
     def go(self, path: Path | None) -> None:
         units = range(len(UNITS))
@@ -92,14 +88,6 @@ class Party:
     def plane(self, unit: int, param: int, name: str, shared: bool = False) -> Tensor:
         """Its bytes in host memory: the user's view of them, or what all have."""
         return torch.from_numpy(self.engine.plane(unit, param, PLANES[name], shared=shared))
-
-    def own(self, unit: int, param: int, name: str) -> Tensor:
-        """Of these bytes those of its own elements."""
-        (first, n), whole = self.engine.owned(unit, param), self.plane(unit, param, name)
-        each = 8 if name == "SCALE" else whole.numel() // UNITS[unit][param][1]
-        if name == "SCALE":
-            first, n = first // GROUP, -(-n // GROUP)
-        return whole[first * each:(first + n) * each]
 
     def hand_over(self, unit: int, grads: list[Tensor], mode: int, changed: bool = False) -> None:
         """grads: whole ones. changed: by the user, what they are added to."""
@@ -147,12 +135,12 @@ def gathered(path: Path) -> Iterator[Callable[..., tuple[Party, list[Party]]]]:
     """make(ranks, ...): the one that owns all, and as many as own a portion."""
     made: list[Party] = []
 
-    def make(ranks: int, shared: bool = False, **how: str) -> tuple[Party, list[Party]]:
-        made.append(Party(0, 1, path=path, **how))
-        fd = share() if shared else -1
-        made.extend(Party(rank, ranks, path=path, share=fd, **how) for rank in range(ranks))
-        if shared:
-            os.close(fd)
+    def make(ranks: int, **how: str) -> tuple[Party, list[Party]]:
+        made.append(Party(0, 1, **how))
+        fd = share()
+        made.extend(Party(rank, ranks, share=fd, **how) for rank in range(ranks))
+        os.close(fd)
+        assert not together(made[-ranks - 1:], lambda party: party.go(path))
         return made[-ranks - 1], made[-ranks:]
 
     try:
@@ -175,14 +163,12 @@ def states_of(whole: Party, unit: int, param: int) -> list[str]:
 
 
 def assert_bits_of_one(whole: Party, owners: list[Party], *gradients: str) -> None:
-    for party in (whole, *owners):
-        party.rest()
+    assert not together([whole, *owners], Party.rest)
     for u, params in enumerate(UNITS):
         for i, (kind, n) in enumerate(params):
             for name in (*states_of(whole, u, i), *(g for g in gradients if g != "ACC" or kind != "F32")):
-                want, got = whole.plane(u, i, name), torch.cat([o.own(u, i, name) for o in owners])
-                assert torch.equal(want, got), f"unit {u}, {kind} {n}: plane {name}"
-                for owner in owners if owners[0].shares else ():
+                want = whole.plane(u, i, name)
+                for owner in owners:
                     assert torch.equal(want, owner.plane(u, i, name)), f"unit {u}, {kind} {n}: plane {name}, as seen"
                     assert torch.equal(want, owner.plane(u, i, name, True)), f"unit {u}, {kind} {n}: plane {name}"
 
@@ -196,14 +182,12 @@ def train(whole: Party, owners: list[Party], step: int, micros: int = 1) -> None
 
 
 def change_gradients(parties: list[Party]) -> None:
-    """As a script does on every rank: it sees whole gradients where there is a share, and others' changes nowhere."""
-    for party in parties:
-        party.rest()
+    """As a script does on every rank: it sees whole gradients, and others' changes nowhere."""
+    assert not together(parties, Party.rest)
     for party in parties:
         for u, params in enumerate(UNITS):
             for i, (kind, _) in enumerate(params):
-                grad = party.plane(u, i, "GRAD") if party.shares else party.own(u, i, "GRAD")
-                grad.view(TYPES[kind]).mul_(0.75)
+                party.plane(u, i, "GRAD").view(TYPES[kind]).mul_(0.75)
 
 
 def together(owners: list[Party], call: Callable[[Party], object]) -> list[BaseException]:

@@ -1,6 +1,6 @@
 """States that are on the device around their unit's update alone: when they come and go, and that it changes no bit.
 
-That training gives the same bits in each placement is test_placement.py's; the C side is tests/c/test_arrive.c.
+That training gives the same bits in each placement is test_overlap.py's; the C side is tests/c/test_arrive.c.
 """
 from __future__ import annotations
 

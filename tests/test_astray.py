@@ -11,7 +11,7 @@ from typing import Any
 import doors
 import pytest
 import torch
-from placement import TIGHT
+from edges import TIGHT
 from test_adamw import Dots, assert_all_same, dots, everything, fed, feed, grads_for, plain_dots
 from torch import Tensor
 

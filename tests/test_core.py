@@ -84,8 +84,7 @@ def test_build_info_says_what_this_processor_runs() -> None:
     info = _core.build_info()
     assert set(info) == {"cuda", "isa", "isas", "cpus", "nodes"}
     assert info["isas"][0] == "scalar" and info["isa"] == info["isas"][-1]
-    assert [_core.isa_runs(i) for i in range(3)].count(True) == len(info["isas"])
-    assert info["cpus"] >= 1 and not _core.isa_runs(99)
+    assert info["cpus"] >= 1
 
 
 REFUSALS: dict[str, tuple[Callable[[Engine], object], str]] = {

@@ -1,6 +1,6 @@
 """States and weights in a file: that it changes no bit, who may look, what is refused, and what is left behind.
 
-That training gives the same bits in each placement is test_placement.py's; the C side is tests/c/test_disk.c and
+That training gives the same bits in each placement is test_overlap.py's; the C side is tests/c/test_disk.c and
 tests/c/test_file.c.
 """
 from __future__ import annotations

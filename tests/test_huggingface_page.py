@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from run_dropin import Rows
 from situations import DECODER, llama
-from test_integration import Rows
 
 PAGE = Path(__file__).parents[1] / "docs/huggingface.md"
 EXAMPLES = dict(re.findall(r"^## (\w+)$(?:(?!^## |```).)*```python\n(.*?)```", PAGE.read_text(), re.DOTALL | re.MULTILINE))

@@ -9,12 +9,15 @@ from typing import Any
 
 import parity
 import pytest
+import run_dropin
 import torch
 import zoo
+from op_cases import each_device
 from parity import assert_same
 from parity import stream_for_test as streamed
+from run_dropin import values
 from situations import hf_loss, llama, text
-from torch import Tensor, nn
+from torch import nn
 
 import megatrain_torch as mt
 from megatrain_torch.model.stream import runtime_of
@@ -22,114 +25,29 @@ from megatrain_torch.model.stream import runtime_of
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def values(model: nn.Module) -> dict[str, Tensor]:
-    return {k: torch.Tensor.detach(v).clone() for k, v in model.state_dict().items()}
+# ---------------------------------------------------------------- Trainer, Accelerate, TRL, Lightning
+
+SHORT = {"trainer, autocast", "trainer, recomputing", "trainer, resumed", "trainer, mt.AdamW", "accelerate"}
 
 
-class Rows(torch.utils.data.Dataset):
-    def __len__(self) -> int:
-        return 32
-
-    def __getitem__(self, i: int) -> dict[str, Tensor]:
-        ids = text(i)["input_ids"][0]
-        return {"input_ids": ids, "labels": ids}
-
-
-# ---------------------------------------------------------------- Trainer
-
-def trainer(model: nn.Module, folder: Path, optimizers: Any = (None, None), **kw: Any) -> Any:
-    import transformers as tf
-    settings = dict(output_dir=str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4,
-                    learning_rate=1e-2, weight_decay=0.1, adam_epsilon=1e-4, max_grad_norm=0.5, lr_scheduler_type="cosine",
-                    warmup_steps=1, logging_steps=1, save_steps=2, seed=3, report_to=[], use_cpu=True, disable_tqdm=True,
-                    optim="adamw_torch", dataloader_pin_memory=False)
-    return tf.Trainer(model=model, args=tf.TrainingArguments(**{**settings, **kw}), train_dataset=Rows(),
-                      eval_dataset=Rows(), optimizers=optimizers)
-
-
-def losses(t: Any) -> list[tuple[float, float]]:
-    return [(e["loss"], e["grad_norm"]) for e in t.state.log_history if "loss" in e]
-
-
-@pytest.mark.parametrize("extra", [{}, {"bf16": True}, {"gradient_checkpointing": True, "max_grad_norm": 0.0}], ids=str)
-def test_trainer_equals_plain_bitwise(tmp_path: Path, extra: dict[str, Any]) -> None:
-    runs = []
-    for wrap in (lambda m: m, streamed):
-        parity.seed()
-        model = wrap(llama(attention_dropout=0.1))
-        t = trainer(model, tmp_path / str(len(runs)), save_strategy="no", **extra)
-        t.train()
-        runs.append((losses(t), t.evaluate()["eval_loss"], values(model)))
-    assert runs[0][:2] == runs[1][:2], "logged losses and norms"
-    assert_same(runs[0][2], runs[1][2])
-
-
-def test_trainer_resumes_with_the_bits_of_an_uninterrupted_run(tmp_path: Path) -> None:
-    parity.seed()
-    whole = streamed(llama())
-    t = trainer(whole, tmp_path)
-    t.train()
-    parity.seed()
-    half = streamed(llama())
-    again = trainer(half, tmp_path / "again")
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert losses(t)[-2:] == losses(again)[-2:]
-    assert_same(values(whole), values(half))
-
-
-def test_trainer_with_our_optimizer(tmp_path: Path) -> None:
-    runs = []
-    for wrap, kind in ((lambda m: m, torch.optim.AdamW), (streamed, mt.AdamW)):
-        model = wrap(llama())
-        opt = kind(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.1)
-        t = trainer(model, tmp_path, (opt, None), save_strategy="no")
-        t.train()
-        runs.append((losses(t), values(model)))
-    assert torch.allclose(*(torch.tensor(seen) for seen, _ in runs), rtol=1e-4), "losses and norms"
-    for name, a in runs[0][1].items():
-        assert (a - runs[1][1][name]).abs().max() <= 1e-5, f"{name}: see test_api on why 1e-5 where a step moves 1e-2"
-
-
-# ---------------------------------------------------------------- Accelerate
-
-def test_accelerate_equals_plain_bitwise() -> None:
-    from accelerate import Accelerator
-    runs = []
-    for wrap in (lambda m: m, streamed):
-        parity.seed()
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-        model = wrap(llama())
-        opt = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-        data = torch.utils.data.DataLoader(Rows(), batch_size=4)
-        prepared, opt, data = accelerator.prepare(model, opt, data)
-        seen = []
-        for inputs in data:
-            with accelerator.accumulate(prepared):
-                loss = prepared(**inputs).loss
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    seen.append(accelerator.clip_grad_norm_(prepared.parameters(), 0.5).item())
-                opt.step()
-                opt.zero_grad()
-            seen.append(loss.item())
-        inner = accelerator.unwrap_model(prepared)
-        assert type(inner).__name__ == "LlamaForCausalLM"
-        runs.append((seen, values(inner)))
-        accelerator.free_memory()
-    assert runs[0][0] == runs[1][0], "losses and norms"
-    assert_same(runs[0][1], runs[1][1])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SHORT else parity.LONG) for n in run_dropin.CHECKS])
+def test_stock_trainers_train_to_plain_torchs_bits(name: str) -> None:
+    row = run_dropin.compare(name, "cpu")
+    assert row["ok"], row
 
 
 # ---------------------------------------------------------------- generate
 
+@each_device
 @pytest.mark.parametrize("kind", [dict(do_sample=False), dict(do_sample=True, top_p=0.9), dict(num_beams=3, do_sample=False),
                                   dict(do_sample=False, cache_implementation="static"), dict(do_sample=False, use_cache=False)], ids=str)
-def test_generate_equals_plain(kind: dict[str, Any]) -> None:
+def test_generate_equals_plain(kind: dict[str, Any], device: str) -> None:
     out = []
-    for wrap in (lambda m: m, streamed):
+    for wrap in (lambda m: m.to(device), lambda m: streamed(m, device=device)):
         model = wrap(llama()).eval()
         parity.seed()
-        out.append(model.generate(text(0)["input_ids"][:, :5], max_new_tokens=6, pad_token_id=0, **kind))
+        ids = text(0)["input_ids"][:, :5].to(model.device)
+        out.append(model.generate(ids, max_new_tokens=6, pad_token_id=0, **kind))
     assert torch.equal(out[0], out[1]), f"plain {out[0].tolist()}, streamed {out[1].tolist()}"
 
 

@@ -1,4 +1,5 @@
-"""Overlap on equals overlap off, bit for bit, whatever the queues' pace; and every wait is needed.
+"""Overlap on equals overlap off, bit for bit, whatever the queues' pace and wherever units are at home; and every wait is
+needed.
 
 Each with 10 seeds of delays, in CI with 4. The control is the same training in the engine's debug mode `sync`, in which nothing
 is fetched ahead and every hand-over and update is over before the call returns.
@@ -11,7 +12,8 @@ import edges
 import parity
 import pytest
 import torch
-from edges import EDGES, Scenario
+from edges import Scenario
+from parity import EDGES
 from torch import Tensor
 
 SEEDS = 10 if parity.FULL else 4
@@ -67,8 +69,25 @@ def test_a_wait_left_out_is_noticed(scenario: Scenario, edge: str) -> None:
 def test_compute_on_the_cpu_device_is_never_behind(edge: str) -> None:
     """FREED and GRAD make a copy wait for compute. On the CPU device compute is the thread that asks for the copy:
     what it was given is done when it asks, so these waits end as they begin, and leaving them out changes nothing
-    here. They are seen where compute is a queue: tests/c/test_engine.c and gpu/run_edges.py."""
+    here. They are seen where compute is a queue: tests/c/test_engine.c and gpu/test_on_gpu.py."""
     for seed in range(3):
         seen = edges.difference(overlap_off(SCENARIOS[0]), edges.train(
             SCENARIOS[0], delay_us=DELAY_US, seed=seed, skip=EDGES[edge]))
         assert seen is None, f"{edge!r} matters on the CPU device after all, so the tests above should leave it out: {seen}"
+
+
+# ---------------------------------------------------------------- wherever units are at home
+
+@functools.cache
+def placed_first(name: str, dtype: str) -> dict[str, Tensor]:
+    return edges.placed(name, "cpu", edges.DTYPES[dtype])[0]
+
+
+# Each place in one of the types, in turn; all with MEGATRAIN_FULL.
+@pytest.mark.parametrize("name, dtype", [
+    (n, d) for i, n in enumerate(n for n in edges.PLACES if edges.first_of(n) != n)
+    for j, d in enumerate(edges.DTYPES) if parity.FULL or (i + j) % 2 == 0])
+@pytest.mark.filterwarnings("ignore:.*could not be locked")
+def test_every_placement_gives_the_same_bits(name: str, dtype: str) -> None:
+    found = edges.misplaced(name, "cpu", edges.DTYPES[dtype], placed_first(edges.first_of(name), dtype))
+    assert found is None, found

@@ -1,6 +1,6 @@
 """Engines that own a portion of every unit each, as processes of one machine do: together they have the bits of one engine.
 
-tests/c/test_portion.c and test_peers.c have the rest: who owns what, memory, saves, and ranks that do not come."""
+tests/c/test_portion.c and test_peers.c have the rest: who owns what, memory, and ranks that do not come."""
 from __future__ import annotations
 
 import os
@@ -12,7 +12,7 @@ import pytest
 import torch
 from owners import (
     ADD,
-    PLACES,
+    HOMES,
     SET,
     UNITS,
     Party,
@@ -33,12 +33,12 @@ def parties(tmp_path: Path) -> Iterator[Make]:
         yield make
 
 
-@pytest.mark.parametrize("states, home, ranks, shared", [
-    *((states, "ram", *how) for states in STATES for how in ((3, False), *((n, True) for n in (1, 2, 4, 8)))),
-    *((states, home, 3, shared) for states in ("fp32", "8bit-lo8") for home, shared in PLACES[1:])])
-def test_owners_together_have_the_bits_of_one(parties: Make, states: str, home: str, ranks: int, shared: bool) -> None:
+@pytest.mark.parametrize("states, home, ranks", [
+    *((states, "ram", ranks) for states in STATES for ranks in (1, 2, 3, 4, 8)),
+    *((states, home, 3) for states in ("fp32", "8bit-lo8") for home in HOMES[1:])])
+def test_owners_together_have_the_bits_of_one(parties: Make, states: str, home: str, ranks: int) -> None:
     """Whole gradients, micro-batches, and what the user changed, or changed and then added to."""
-    whole, others = parties(ranks, states=states, home=home, shared=shared)
+    whole, others = parties(ranks, states=states, home=home)
     everyone = [whole, *others]
     for step, micros in enumerate((1, 2, 2, 1)):
         train(whole, others, step, micros)
@@ -52,11 +52,11 @@ def test_owners_together_have_the_bits_of_one(parties: Make, states: str, home: 
         assert_bits_of_one(whole, others, *(["GRAD"] if home == "ram" and step in (0, 3) else []))
 
 
-@pytest.mark.parametrize(("home", "shared"), PLACES)
+@pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("wide", [False, True])
-def test_a_gradient_in_memory_of_the_users(parties: Make, home: str, shared: bool, wide: bool) -> None:
+def test_a_gradient_in_memory_of_the_users(parties: Make, home: str, wide: bool) -> None:
     """In the weight's type, or in fp32; of the whole parameter, whoever owns what."""
-    whole, others = parties(3, home=home, shared=shared)
+    whole, others = parties(3, home=home)
     named = [[g.float() if wide else g for g in seeded(9, u)] for u in range(len(UNITS))]
     train(whole, others, 0)
     for party in (whole, *others):
@@ -64,11 +64,11 @@ def test_a_gradient_in_memory_of_the_users(parties: Make, home: str, shared: boo
     assert_bits_of_one(whole, others)
 
 
-@pytest.mark.parametrize(("home", "ranks"), [("ram", 1), ("ram", 2), ("ram", 8), ("through", 3)])
+@pytest.mark.parametrize(("home", "ranks"), [("ram", 1), ("ram", 2), ("ram", 8), ("through", 3), ("arrive", 2)])
 @pytest.mark.parametrize("of", ["micro-batches", "changed", "named", "infinite"])
 def test_the_norm_is_that_of_one(parties: Make, ranks: int, of: str, home: str) -> None:
     """From the sums of chunks of all ranks, whoever made them. One that is not finite skips the step on all."""
-    whole, others = parties(ranks, shared=True, home=home)
+    whole, others = parties(ranks, home=home)
     everyone, named = [whole, *others], [seeded(9, u) for u in range(len(UNITS))] if of == "named" else None
     for step in range(2):
         train(whole, others, step, 2 if of == "micro-batches" else 1)
@@ -88,7 +88,7 @@ def test_the_norm_is_that_of_one(parties: Make, ranks: int, of: str, home: str) 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_what_every_script_does_in_place_is_done_once(parties: Make, ranks: int) -> None:
     """p.mul_(0.75) on all ranks, one after the other; then an update goes on from there."""
-    whole, others = parties(ranks, shared=True)
+    whole, others = parties(ranks)
     everyone, both = [whole, *others], 1 << PLANES["HI"] | 1 << PLANES["M"]
     for step in range(2):
         train(whole, others, step)
@@ -109,10 +109,14 @@ def test_what_every_script_does_in_place_is_done_once(parties: Make, ranks: int)
 def test_a_rank_that_cannot_be_is_refused(rank: int, ranks: int) -> None:
     with pytest.raises(MegatrainError, match=f"rank {rank} of {ranks}"):
         Engine("cpu", rank=rank, ranks=ranks)
+    with pytest.raises(MegatrainError, match="shares nothing has neither ranks"):
+        Engine("cpu", rank=1, ranks=2)
 
 
 def test_a_unit_without_elements_has_portions_without_bytes() -> None:
-    engine = Engine("cpu", rank=1, ranks=3)
+    fd = share()
+    engine = Engine("cpu", share=fd, rank=1, ranks=3)
+    os.close(fd)
     empty, bare = engine.add_unit("empty", [DTYPES["F32"]], [0], [True]), engine.add_unit("bare", [], [], [])
     assert engine.portions(empty) == engine.portions(bare) == (0, 0, 0, 0)
     assert engine.owned(empty, 0) == (0, 0)
@@ -128,7 +132,7 @@ def test_what_cannot_be_handed_over_is_refused(parties: Make, item: tuple[int, .
 
 
 def test_who_writes_alone_is_told(parties: Make) -> None:
-    _, others = parties(2, shared=True)
+    _, others = parties(2)
     others[0].engine.watchdog(0.2)
     with pytest.raises(MegatrainError, match=r"unit layers\.0, parameter 1: rank 1 .* has not come in 0\.2 s"):
         others[0].engine.spread(0, 1, 1)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import doors
-import placement
+import edges
 import pytest
 import torch
 from test_adamw import Dots, assert_all_same, dots, everything, fed, feed, grads_for, plain_dots
@@ -36,21 +36,21 @@ def trained(states: str, steps: int = 5, dtype: torch.dtype = BF16, **plan: Any)
 
 @pytest.fixture(scope="module")
 def at_home() -> dict[str, Any]:
-    return {states: placement.train("ram", "cpu", BF16, states)[0] for states in EIGHT}
+    return {states: edges.placed("ram", "cpu", BF16, states)[0] for states in EIGHT}
 
 
 @pytest.mark.parametrize("name, states", [
     *[(name, "8bit-lo8") for name in ("some_arrive-delays", "some_on_disk-delays")],
     *[("some_through-delays", states) for states in EIGHT], ("some_arrive-delays", "8bit-sr")])
 def test_every_home_gives_the_same_bits(name: str, states: str, at_home: dict[str, Any]) -> None:
-    found = placement.difference(name, "cpu", BF16, at_home[states], states)
+    found = edges.misplaced(name, "cpu", BF16, at_home[states], states)
     assert found is None, found
 
 
 def test_a_parameter_that_is_cut_draws_what_a_whole_one_does(tmp_path: Path) -> None:
     found, numel = [], 77_101
     for where in ("ram", "disk"):
-        plan = {"homes": where} | ({"debug": {"disk": placement.TIGHT}} if where == "disk" else {})
+        plan = {"homes": where} | ({"debug": {"disk": edges.TIGHT}} if where == "disk" else {})
         model = doors.stream(plain_dots(BF16, [(numel,)]), device="cpu", plan=plan,
                              nvme=str(tmp_path) if where == "disk" else None)
         opt = mt.AdamW(model.parameters(), lr=1e-2, states="8bit-sr")

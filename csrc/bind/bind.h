@@ -203,7 +203,7 @@ MT_METHOD(version); MT_METHOD(touch); MT_METHOD(wait_updates);
 MT_METHOD(wait_grads); MT_METHOD(wait_fetch); MT_METHOD(check); MT_METHOD(watchdog);
 MT_METHOD(set_states); MT_METHOD(pass_gradients); MT_METHOD(lend_most);
 MT_METHOD(through); MT_METHOD(invite); MT_METHOD(dismiss); MT_METHOD(lift_sizes);
-MT_METHOD(lift); MT_METHOD(leave); MT_METHOD(bring); MT_METHOD(push); MT_METHOD(device_plane);
+MT_METHOD(lift); MT_METHOD(leave); MT_METHOD(bring); MT_METHOD(push);
 MT_METHOD(device_bytes); MT_METHOD(reserved_bytes); MT_METHOD(updated);
 PyObject *mt_engine_host_bytes(PyObject *self, PyObject *args, PyObject *kw);
 MT_METHOD(unlocked); MT_METHOD(lock_limit);

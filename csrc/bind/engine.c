@@ -231,8 +231,8 @@ static mt_status engine_open(mt_engine *e, const engine_wish *w)
                        "counted from 0", e->rank, e->ranks, MT_OWNERS_MOST);
     MT_DO(mt_pool_open(w->threads, &h->pool));
     MT_DO(open_device(w->device, w->index, w->delay_us, w->seed, &h->dev));
-    if (w->share < 0 && w->speakers != NULL)
-        return MT_FAIL(MT_EINVAL, "an Engine that shares nothing has no speakers");
+    if (w->share < 0 && (e->ranks > 1 || w->speakers != NULL))
+        return MT_FAIL(MT_EINVAL, "an Engine that shares nothing has neither ranks nor speakers");
     if (w->share >= 0)
         MT_DO(mt_share_open(w->share, e->rank, e->ranks, &h->share));
     if (w->speakers != NULL)
@@ -534,8 +534,6 @@ static PyMethodDef methods[] = {
            "Host planes of a unit become current and may be written; bits 1 << plane, or -1."),
     METHOD(push, ", unit, param, planes, /",
            "A settled unit's host planes were written: the device's take their values."),
-    METHOD(device_plane, ", unit, param, plane, /",
-           "Address on the device of a settled unit's parameter."),
     NOARGS(device_bytes, "",
            "Device memory of settled units' planes, their slots not counted, and of updates on "
            "their way."),

@@ -79,8 +79,6 @@ PyObject *mt_engine_add_unit(PyObject *self, PyObject *args, PyObject *kw)
     if ((params = descs(e, d, m, t)) == NULL)
         goto done;
     st = mt_store_add(e->cx.store, name, params, (int)PyTuple_Size(d), &unit);
-    if (st == MT_OK && e->ranks > 1 && e->cx.share == NULL)  /* in a share the store knows */
-        st = mt_store_own(e->cx.store, unit, e->rank, e->ranks);
     out = st == MT_OK ? PyLong_FromLong(unit) : mt_raise(e->error, st);
 
 done:
@@ -512,18 +510,6 @@ PyObject *mt_engine_push(PyObject *self, PyObject *args)
                             unit, mt_store_name(e->cx.store, unit));
     MT_UNLOCKED(e, st, mt_mirror_push(e->cx.store, unit, param, (unsigned)planes));
     return mt_engine_done(e, st);
-}
-
-PyObject *mt_engine_device_plane(PyObject *self, PyObject *args)
-{
-    int       unit, param, plane;
-    void     *p;
-    mt_status st;
-
-    MT_ENGINE(e, "O&O&O&:device_plane", mt_as_unit, &unit, mt_as_param, &param, mt_as_plane,
-              &plane);
-    MT_UNLOCKED(e, st, mt_resident_at(e->cx.residents, unit, param, (mt_plane)plane, &p));
-    return st == MT_OK ? PyLong_FromVoidPtr(p) : mt_raise(e->error, st);
 }
 
 PyObject *mt_engine_device_bytes(PyObject *self, PyObject *Py_UNUSED(unused))

@@ -259,16 +259,6 @@ PLANES_MAP(PLANES_ENTRY)
 
 /* ---- what this build and this processor can do ---- */
 
-static PyObject *py_isa_runs(PyObject *module, PyObject *args)
-{
-    int isa;
-
-    (void)module;
-    if (!PyArg_ParseTuple(args, "i:isa_runs", &isa))
-        return NULL;
-    return PyBool_FromLong(isa >= 0 && isa < MT_ISA_COUNT && mt_isa_runs((mt_isa)isa));
-}
-
 static PyObject *isas(void)
 {
     PyObject *list = PyList_New(0);
@@ -302,7 +292,6 @@ PyMethodDef mt_kernel_methods[] = {
       "build_info()\n--\n\n"
       "{\"cuda\": bool, \"isa\": best, \"isas\": all that run here, \"cpus\": int, \"nodes\": "
       "int}" },
-    { "isa_runs", py_isa_runs, METH_VARARGS, "isa_runs(isa, /)\n--\n\n" },
     { "adam_step", KEYWORDS(py_adam_step), METH_VARARGS | METH_KEYWORDS,
       "adam_step(tensors, clip, threads, isa)\n--\n\nAdamW on host addresses." },
     { "adam_traffic", KEYWORDS(py_adam_traffic), METH_VARARGS | METH_KEYWORDS,

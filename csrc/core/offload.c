@@ -205,12 +205,11 @@ static void tally_close(tally *y)
 }
 
 /* Putting thread, which alone changes the table; others read it under mu. Chunks are noted of what
- * is ours of a unit that has several owners, or whose norm is made with other ranks; they lie
- * behind the sums. */
+ * is ours of a unit whose norm is made with other ranks; they lie behind the sums. */
 static mt_status tally_of(mt_offload *o, int unit, tally **out)
 {
     int         n = mt_store_params(o->store, unit);
-    int         asked = o->cx->share != NULL || mt_store_owners(o->store, unit) > 1;
+    int         asked = o->cx->share != NULL;
     const char *name = mt_store_name(o->store, unit);
     size_t      chunks = 0;
     int64_t     from;

@@ -4,8 +4,8 @@
  *   part    a stretch of one parameter: the same elements of all its planes that are cut
  *   piece   parts that a buffer of so many bytes holds together, or a stretch of a file
  *   cut     how: which planes of each parameter, how large a piece may be, where parts begin
- *   pieces  what came of it: every element of those planes that is this process's (mt_store_own) is
- *           in one part, in order
+ *   pieces  what came of it: every element of those planes that is this process's own is in one
+ *           part, in order
  *
  *     mt_pieces_cut(store, unit, &(mt_cut){ planes, bytes, MT_PART_ALIGN, 128, 0 }, &p);
  *     for (int i = 0; i < p->n; i++) {

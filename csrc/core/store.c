@@ -281,34 +281,6 @@ static mt_plane made_of(const mt__unit *u, unsigned planes, int sides)
     return MT_PLANE_COUNT;
 }
 
-static mt_status set_owner(mt_store *s, int unit, int owner, int owners)
-{
-    mt_portion own;
-    mt__unit  *u;
-    mt_plane   made;
-
-    MT_DO(mt_portion_of(s, unit, owner, owners, &own));
-    u = mt__unit_at(s, unit);
-    mt_lock(&s->map_mu);
-    if ((made = made_of(u, ~(1u << MT_PLANE_HI), MT__SIDES)) == MT_PLANE_COUNT) {
-        u->own = own;
-        u->owners = owners;
-    }
-    mt_unlock(&s->map_mu);
-    if (made != MT_PLANE_COUNT)
-        return MT_FAIL(MT_ESTATE, "unit %s has its plane %s already; its owners are named before",
-                       u->name, mt_plane_name(made));
-    return MT_OK;
-}
-
-mt_status mt_store_own(mt_store *s, int unit, int owner, int owners)
-{
-    if (s->share != NULL)
-        return MT_FAIL(MT_ESTATE, "unit %s: its owners are those that share it",
-                       mt_store_name(s, unit));
-    return set_owner(s, unit, owner, owners);
-}
-
 mt_status mt_store_add(mt_store *s, const char *name, const mt_param_desc *p, int n, int *unit)
 {
     mt__unit *u;
@@ -319,10 +291,17 @@ mt_status mt_store_add(mt_store *s, const char *name, const mt_param_desc *p, in
     if ((st = publish(s, u)) == MT_OK)
         *unit = u->number;
     mt_unlock(&s->map_mu);
-    if (st != MT_OK)
+    if (st != MT_OK) {
         mt__unit_close(s, u);
-    else if (s->share != NULL)
-        st = set_owner(s, *unit, mt_share_rank(s->share), mt_share_ranks(s->share));
+    } else if (s->share != NULL) {       /* this process owns its rank's portion */
+        mt_portion own;
+        int        ranks = mt_share_ranks(s->share);
+
+        MT_DO(mt_portion_of(s, *unit, mt_share_rank(s->share), ranks, &own));
+        MT_HOLD(&s->map_mu);
+        u->own = own;
+        u->owners = ranks;
+    }
     return st;
 }
 

@@ -96,12 +96,10 @@ size_t mt_store_plane_bytes(const mt_store *s, int unit, int param, mt_plane p, 
 mt_status mt_store_set_states(mt_store *s, int unit, mt_states states);
 mt_states mt_store_states    (const mt_store *s, int unit);              /* any thread */
 
-/* Several processes update the unit, and this one owns a portion of it (portion.h): of planes other
- * than HI nothing else is committed, nor is on the device, and what moves them moves nothing else.
- * Until it is called, all of the unit is its own. MT_ESTATE when such a plane is made, and in a
- * share, where the store itself knows. */
-mt_status mt_store_own  (mt_store *s, int unit, int owner, int owners);
-int       mt_store_owners(const mt_store *s, int unit);                  /* 1 until then */
+/* In a share several processes update a unit, and each owns a portion of it (portion.h): of planes
+ * other than HI nothing else is committed, nor is on the device, and what moves them moves nothing
+ * else. Without one, all of the unit is this process's own: 1. */
+int       mt_store_owners(const mt_store *s, int unit);
 /* How many of a parameter's elements are its own, and the first of them. Any thread. */
 int64_t   mt_store_owned(const mt_store *s, int unit, int param, int64_t *from);
 /* Any owner's portion, and where a bound is in plane HI. MT_EINVAL: no such unit, or owner. */

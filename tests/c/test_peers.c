@@ -453,11 +453,10 @@ TEST(who_writes_waits_until_every_rank_has_copied)
         CHECK_OK(mt_ledger_wait_fetch(p[r].cx.store, p[r].unit));
 }
 
-TEST(gradients_do_not_pass_in_a_share_and_portions_are_its_own)
+TEST(gradients_do_not_pass_in_a_share)
 {
     TABLE(p, 1);
     CHECK_EQ(mt_store_set_passing(p->cx.store, 0), MT_ENOTSUP);
-    CHECK_EQ(mt_store_own(p->cx.store, 0, 0, 2), MT_ESTATE);
     CHECK_OK(mt_store_move(p->cx.store, 0, &mt_home_through, p));
     CHECK_OK(mt_store_move(p->cx.store, 0, &mt_home_ram, NULL));
 }

@@ -16,7 +16,7 @@ import test_fused
 import torch
 import wide
 import zoo
-from edges import Scenario
+from edges import COMPUTE_SLOW, COPIES_SLOW, Scenario
 from test_fused_on_gpu import gradients, larger, streamed
 from torch import Tensor, nn
 
@@ -29,9 +29,7 @@ from megatrain_torch.fused.templates.attention import Attention
 from megatrain_torch.graph.hf_calls import Sight
 from megatrain_torch.model.stream import runtime_of
 
-# MT_EDGE_* of csrc/core/context.h, and the pace at which each is needed (run_edges.py).
-COMPUTE_SLOW = dict(compute_us=4000, delay_us=50)
-COPIES_SLOW = dict(compute_us=0, delay_us=500)
+# MT_EDGE_* of csrc/core/context.h, and the pace at which each is needed.
 NEEDED = {"computed": (1 << 16, COMPUTE_SLOW), "left": (1 << 17, COPIES_SLOW), "room": (1 << 18, COMPUTE_SLOW),
           "back": (1 << 20, COPIES_SLOW)}
 

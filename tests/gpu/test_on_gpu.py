@@ -1,16 +1,21 @@
-"""The GPU scripts of this folder as tests; skipped where torch sees no CUDA device."""
+"""On CUDA: the scripts of this folder, waits that are left out, and units at home in each place."""
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import edges
 import pytest
 import torch
+from edges import Scenario
+from parity import EDGES
 
 from megatrain_torch import _core
+from megatrain_torch.base.modes import FORMATS
 
 HERE = Path(__file__).parent
 
@@ -54,20 +59,51 @@ def test_models_and_situations_equal_plain_torch_on_the_gpu() -> None:
     assert not wrong, wrong[:3]
 
 
-def test_every_left_out_wait_is_seen() -> None:
-    assert all(row["as_expected"] for row in lines("run_edges.py"))
+PACES = {"none": [edges.COMPUTE_SLOW, edges.COPIES_SLOW, dict(compute_us=1000, delay_us=300)],
+         "ready": [edges.COPIES_SLOW], "landed": [edges.COPIES_SLOW], "updated": [edges.COPIES_SLOW],
+         "freed": [edges.COMPUTE_SLOW], "grad": [edges.COMPUTE_SLOW]}
+SCENARIOS = [Scenario("saved"), Scenario("replay"), Scenario("saved", accumulate=2), Scenario("replay", wander=True)]
 
 
-def test_every_placement_gives_the_same_bits() -> None:
-    assert all(row["ok"] for row in lines("run_placement.py"))
+@functools.cache
+def overlap_off(scenario: Scenario) -> dict[str, torch.Tensor]:
+    return edges.train(scenario, "cuda", sync=True)
+
+
+@pytest.mark.parametrize("edge", PACES)
+def test_every_left_out_wait_is_seen_and_with_all_of_them_nothing_differs(edge: str) -> None:
+    """In one run of ten at least; a run that raises counts."""
+    def differs(pace: dict[str, int], seed: int) -> bool:
+        scenario = SCENARIOS[seed % len(SCENARIOS)]
+        right = overlap_off(scenario)
+        try:
+            return edges.difference(right, edges.train(scenario, "cuda", seed=seed, skip=EDGES.get(edge, 0), **pace)) is not None
+        except RuntimeError:
+            return edge != "none" or pytest.fail(f"{scenario.name()}, seed {seed}, {pace}")
+
+    found = [differs(pace, seed) for pace in PACES[edge] for seed in range(10)]
+    assert not any(found) if edge == "none" else any(found)
+
+
+@functools.cache
+def placed_first(name: str, kind: str, states: str) -> dict[str, torch.Tensor]:
+    return edges.placed(name, "cuda", edges.DTYPES[kind], states)[0]
+
+
+@pytest.mark.parametrize("states, kind", [(s, k) for s in FORMATS for k in (edges.DTYPES if s == "fp32" else ["bf16"])])
+@pytest.mark.parametrize("name", edges.PLACES)
+def test_every_placement_gives_the_same_bits(name: str, states: str, kind: str) -> None:
+    right = placed_first(edges.first_of(name), kind, states)
+    found = edges.misplaced(name, "cuda", edges.DTYPES[kind], right, states)
+    assert found is None, found
 
 
 def test_at_each_edge_of_memory_a_model_trains_or_is_refused() -> None:
     assert all(row["ok"] for row in lines("run_preflight.py"))
 
 
-def test_trainer_generate_and_lora_agree_with_plain_torch() -> None:
-    assert all(row["ok"] for row in lines("run_trainer.py"))
+def test_trainer_and_lora_agree_with_plain_torch() -> None:
+    assert all(row["ok"] for row in lines("../run_dropin.py", "--only", "trainer", "lora"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

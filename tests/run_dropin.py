@@ -1,8 +1,8 @@
 """Stock trainers of the ecosystem, with stock arguments: a plain model against the same model streamed.
 
-    python tests/gpu/run_dropin.py --device cpu             # fp32: losses, norms and weights bit for bit
-    python tests/gpu/run_dropin.py --device cuda            # bf16: losses within the noise of rounding
-    python tests/gpu/run_dropin.py --device cpu --only lora sft
+    python tests/run_dropin.py --device cpu             # fp32: losses, norms and weights bit for bit
+    python tests/run_dropin.py --device cuda            # bf16: losses within the noise of rounding
+    python tests/run_dropin.py --device cpu --only lora sft
 
 transformers' Trainer, Accelerate, PEFT, TRL's SFTTrainer and Lightning run their own code; nothing of theirs is changed.
 A check makes a model, trains it and notes losses, gradient norms and evaluation losses; it runs once plain, once
@@ -37,19 +37,19 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import parity  # noqa: E402
-import torch  # noqa: E402
-import transformers as tf  # noqa: E402
-import zoo  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.optim.optimizer import (  # noqa: E402
+import parity
+import torch
+import transformers as tf
+import zoo
+from torch import Tensor, nn
+from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-import megatrain_torch as mt  # noqa: E402
+import megatrain_torch as mt
 
 LR, EPS = 1e-2, 1e-4
 # The exact change of a weight in a step is at most about LR; where its second moment is small against EPS, the last bits
@@ -153,12 +153,12 @@ class Rows(torch.utils.data.Dataset):
 
 # ---------------------------------------------------------------- transformers' Trainer
 
-def trainer(case: Case, folder: Path, model: nn.Module, callbacks: Any = (), optimizers: Any = (None, None),
-            **extra: Any) -> tf.Trainer:
+def trainer(model: nn.Module, folder: Path, callbacks: Any = (), optimizers: Any = (None, None), **extra: Any
+            ) -> tf.Trainer:
     settings = dict(output_dir=str(folder), per_device_train_batch_size=2, per_device_eval_batch_size=4,
                     gradient_accumulation_steps=2, max_steps=10, learning_rate=LR, weight_decay=0.1, adam_epsilon=EPS,
                     max_grad_norm=0.5, lr_scheduler_type="cosine", warmup_steps=2, logging_steps=1, eval_strategy="steps",
-                    eval_steps=5, save_strategy="no", seed=3, report_to=[], use_cpu=case.device == "cpu",
+                    eval_steps=5, save_strategy="no", seed=3, report_to=[], use_cpu=model.device.type == "cpu",
                     disable_tqdm=True, optim="adamw_torch", dataloader_pin_memory=False, bf16=False)
     return quiet(tf.Trainer(model=model, args=tf.TrainingArguments(**{**settings, **extra}), train_dataset=Rows(),
                             eval_dataset=Rows(8, 1000), callbacks=list(callbacks), optimizers=optimizers))
@@ -177,7 +177,7 @@ def logged(t: tf.Trainer) -> list[float]:
 
 def train(**extra: Any) -> Callable[[Case, Path], Made]:
     def check(case: Case, folder: Path) -> Made:
-        t = trainer(case, folder, case.model(), **extra)
+        t = trainer(case.model(), folder, **extra)
         t.train()
         return logged(t), values(t.model)
     return check
@@ -188,7 +188,7 @@ def early_stopping(case: Case, folder: Path) -> Made:
 
     On CUDA the rate is one at which it does not rise: where it stops would hang on the last bits.
     """
-    t = trainer(case, folder, case.model(), [tf.EarlyStoppingCallback(early_stopping_patience=2)], max_steps=40,
+    t = trainer(case.model(), folder, [tf.EarlyStoppingCallback(early_stopping_patience=2)], max_steps=40,
                 learning_rate=0.1 if case.device == "cpu" else LR, eval_steps=2, save_steps=2, save_strategy="steps", save_total_limit=2,
                 load_best_model_at_end=True, metric_for_best_model="eval_loss")
     t.train()
@@ -198,8 +198,8 @@ def early_stopping(case: Case, folder: Path) -> Made:
 def resume(case: Case, folder: Path) -> Made:
     """Five steps, and five more by another Trainer with another model, from the checkpoint."""
     args = dict(save_strategy="steps", save_steps=5)
-    trainer(case, folder, case.model(), **args).train()
-    t = trainer(case, folder, case.model(), **args)
+    trainer(case.model(), folder, **args).train()
+    t = trainer(case.model(), folder, **args)
     t.train(resume_from_checkpoint=str(folder / "checkpoint-5"))
     return logged(t), values(t.model)
 
@@ -209,8 +209,8 @@ def resume_elsewhere(case: Case, folder: Path) -> Made:
     plain = Case("plain" if case.streamed else case.kind, case.device)
     args = dict(save_strategy="steps", save_steps=5)
     with on_the_host() if case.kind == "eager" else contextlib.nullcontext():
-        trainer(plain, folder, plain.model(), **args).train()
-    t = trainer(case, folder, case.model(), **args)
+        trainer(plain.model(), folder, **args).train()
+    t = trainer(case.model(), folder, **args)
     t.train(resume_from_checkpoint=str(folder / "checkpoint-5"))
     return logged(t), values(t.model)
 
@@ -226,7 +226,7 @@ def own_adamw(case: Case, folder: Path) -> Made:
     """optimizers=(mt.AdamW, None): scheduler and limit are Trainer's own."""
     model = case.model()
     opt = (mt.AdamW if case.streamed else torch.optim.AdamW)(groups(model), lr=LR, eps=EPS)
-    t = trainer(case, folder, model, optimizers=(opt, None))
+    t = trainer(model, folder, optimizers=(opt, None))
     t.train()
     return logged(t), values(model)
 
@@ -237,7 +237,7 @@ def own_adamw_resumed(case: Case, folder: Path) -> Made:
     for checkpoint in (None, str(folder / "checkpoint-5")) if case.streamed else (None,):
         model = made.model()
         opt = mt.AdamW(groups(model), lr=LR, eps=EPS)
-        t = trainer(made, folder, model, optimizers=(opt, None), save_strategy="steps", save_steps=5)
+        t = trainer(model, folder, optimizers=(opt, None), save_strategy="steps", save_steps=5)
         t.train(resume_from_checkpoint=checkpoint)
     return logged(t), values(model)
 
@@ -304,9 +304,9 @@ def adapted(**lora: Any) -> Callable[[Case, Path], Made]:
     attach = adapter(**lora)
 
     def check(case: Case, folder: Path) -> Made:
-        t = trainer(case, folder, case.model(attach), save_strategy="steps", save_steps=5)
+        t = trainer(case.model(attach), folder, save_strategy="steps", save_steps=5)
         t.train()
-        again = trainer(case, folder, case.model(attach), save_strategy="steps", save_steps=5)
+        again = trainer(case.model(attach), folder, save_strategy="steps", save_steps=5)
         again.train(resume_from_checkpoint=str(folder / "checkpoint-5"))
         return logged(t) + logged(again), {**values(t.model), **{f"{k} again": v for k, v in values(again.model).items()}}
     return check
