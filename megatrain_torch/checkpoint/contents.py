@@ -38,10 +38,12 @@ _TENSORS = re.compile(r"(model|weights|frozen|states)(-\d+-of-\d+)?\.safetensors
 
 @dataclass
 class Checkpoint:
-    """A folder, its manifest's body, and what its files of tensors have."""
+    """A folder, its manifest's body, what its files of tensors have, and what training.pt has, which lies `where`."""
 
     folder: Path
     body: dict[str, Any]
+    where: str
+    training: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Stored] = field(default_factory=dict)
     states: dict[str, Stored] = field(default_factory=dict)
 
@@ -49,7 +51,8 @@ class Checkpoint:
     def open(folder: Path) -> Checkpoint:
         """All that is in it is checked but the tensors' bytes."""
         manifest.recover(folder)
-        found, where = Checkpoint(folder, manifest.read(folder)), str(folder / manifest.NAME)
+        where = str(folder / manifest.NAME)
+        found = Checkpoint(folder, manifest.read(folder), str(folder / TRAINING))
         with manifest.adding(manifest.BROKEN):
             _check_body(found.body, where)
             for name, about in found.body["files"].items():
@@ -77,6 +80,7 @@ class Checkpoint:
                     said = "fewer tensors than the files have" if wrong is None else \
                         f"{shown(wrong)} in {shown(names[wrong])}"
                     raise MegatrainError(f"{where}: weight_map has {said}")
+            found.training = training_of(found.bytes_of(TRAINING), found.where, found.body["optimizer"] is not None)
         return found
 
     def verify(self, part: int, parts: int) -> None:
