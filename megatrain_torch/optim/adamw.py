@@ -23,8 +23,7 @@ from ..store.state import in_backward
 from . import hooks
 from .states import (
     MOMENTS,
-    LateNorm,
-    StepCount,
+    Late,
     StoreStates,
     addresses,
     apart,
@@ -45,8 +44,6 @@ from .states import (
     step_other,
 )
 
-COPIED = ("max_grad_norm", "_nonfinite", "_in_backward", "_handed", "_early", "_done",
-          "_norm", "_limit_once", "_steps", "_asked", "_late", "_skipped", "_complaint", "_states", "_keys", "_served")
 REFUSED = ("amsgrad", "differentiable", "capturable")       # of torch's AdamW
 RESULTS_KEPT = 64       # of an engine's updates that may be unread before the oldest is asked for; it keeps 128
 
@@ -160,13 +157,14 @@ class AdamW(torch.optim.Optimizer):
         self._limit_once = math.inf                        # of the next step, beside max_grad_norm
         self._steps = 0                                    # calls of step()
         # Weakly: such a norm asks this optimizer for its value. Of whom nobody has any more, nobody wants it.
-        self._asked: weakref.ref[LateNorm] | None = None      # for the next step; taken over by it
-        self._late: weakref.ref[LateNorm] | None = None       # of the last step
+        self._asked: weakref.ref[Late] | None = None      # for the next step; taken over by it
+        self._late: weakref.ref[Late] | None = None       # of the last step
         self._skipped = 0
         self._complaint = ""
         self._states = states
         self._keys: dict[Tensor, int] = {}                 # what a parameter's rounding is drawn from: its number
         self._served: set[Any] = set()                     # runtimes whose parameters it has, or had
+        self._copied = (*vars(self), "_copied")            # what a copy has beside what torch's has
         if "torch._dynamo" not in sys.modules:
             # torch imports it as the first optimizer of a process is made, and keeps a traceback whose frames would
             # hold that optimizer, its parameters and so the store: a thread's hold nothing.
@@ -214,7 +212,7 @@ class AdamW(torch.optim.Optimizer):
             self._keys.setdefault(p, len(self._keys))
         self._known = ids
         for rt in self._runtimes() if self._in_backward else ():
-            rt.handover.observer = _Observer(self)           # models tell of their gradients in backward
+            rt.handover.observer = weakref.ref(self)         # models tell of their gradients in backward
 
     # ---- stepping ----
 
@@ -375,7 +373,7 @@ class AdamW(torch.optim.Optimizer):
             used = {p for p in mine if p.grad is not None}
         return theirs == used and mine <= set(params) and not self._gradients_elsewhere()
 
-    def clip_next(self, limit: float) -> LateNorm:
+    def clip_next(self, limit: float) -> Late:
         """The next step() clips the global norm of its gradients to this; they stay as they are until then.
 
         Returns:
@@ -399,7 +397,7 @@ class AdamW(torch.optim.Optimizer):
             self._catch_up()                   # the step was just the next: a later one takes the norm before it begins
             return self._norm or 0.0
 
-        norm = LateNorm.of(find)
+        norm = Late.of(find)
         self._limit_once, self._asked = limit, weakref.ref(norm)
         return norm
 
@@ -494,7 +492,8 @@ class AdamW(torch.optim.Optimizer):
             there.reset()
         else:
             moments = {name: guard(record.view(plane), record) for name, plane in moment_planes(record).items()}
-            there = self.state[p] = StoreStates(record, {"step": StepCount.of(self._catch_up), **moments})
+            step = Late.of(weakref.WeakMethod(self._catch_up))
+            there = self.state[p] = StoreStates(record, {"step": step, **moments})
         if record.optimizer is not None and not keep:
             record.runtime.planes.wait_used(record)
             record.runtime.planes.own_states(record)
@@ -543,6 +542,13 @@ class AdamW(torch.optim.Optimizer):
         for record, _, _ in works:
             self._done[record.pid] = _numbers(groups[record.param])
 
+    def _declines(self, records: list[Record]) -> str:
+        """Why it will not use these gradients in backward; "": it will."""
+        known = {p for g in self.param_groups for p in g["params"]}
+        if missing := [r for r in records if r.param not in known]:
+            return f"the optimizer does not have {missing[0].name}"
+        return "this is a second backward before step()" if any(r.pid in self._done for r in records) else ""
+
     # ---- copies ----
 
     def __getstate__(self) -> dict[str, Any]:
@@ -554,7 +560,7 @@ class AdamW(torch.optim.Optimizer):
         if self._served:
             raise MegatrainError("an mt.AdamW of streamed parameters can be neither copied nor pickled: its states are "
                                  "in the model's store; use state_dict(), or mt.save")
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in COPIED}}
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in self._copied}}
 
     # ---- saving and loading ----
 
@@ -644,33 +650,6 @@ class AdamW(torch.optim.Optimizer):
         found = {id(p._mt.runtime): p._mt.runtime for g in self.param_groups for p in g["params"]
                  if isinstance(p, StreamedParameter)}
         return list(found.values())
-
-
-class _Observer:
-    """What a runtime calls in backward; it does not keep the optimizer alive."""
-
-    def __init__(self, optimizer: AdamW) -> None:
-        self._optimizer = weakref.ref(optimizer)
-
-    def __call__(self, unit: int, records: list[Record]) -> None:
-        alive = self._optimizer()
-        if alive is not None:
-            alive._update_now(unit, records)
-
-    def has_used(self, record: Record) -> bool:
-        """It updated with the gradient that stands."""
-        alive = self._optimizer()
-        return alive is not None and record.pid in alive._done
-
-    def declines(self, records: list[Record]) -> str:
-        """Why it will not use these gradients; "": it will."""
-        alive = self._optimizer()
-        if alive is None:
-            return "its optimizer is gone"
-        known = {p for g in alive.param_groups for p in g["params"]}
-        if missing := [r for r in records if r.param not in known]:
-            return f"the optimizer does not have {missing[0].name}"
-        return "this is a second backward before step()" if any(r.pid in alive._done for r in records) else ""
 
 
 def _numbers(group: dict[str, Any]) -> tuple[float, ...]:

@@ -27,10 +27,28 @@ CODES = ("exp_avg_codes", "exp_avg_sq_codes", "scales")       # 8 bits
 # ---- numbers that are known when a step's gradients have landed ----
 
 class Late(Tensor):
-    """What is done with it waits until it is known: `settle`."""
+    """[] fp32: what is done with it waits until it is known. Either the norm of a step's gradients, which `find` gives,
+    once; or a count of steps, one of which counts until `find`, a method held weakly, has looked whether it was
+    skipped, and taken it back then."""
+
+    find: Callable[[], Any] | None
+
+    @staticmethod
+    def of(find: Callable[[], Any]) -> Late:
+        out = torch.zeros(()).as_subclass(Late)
+        out.find = find
+        return out
 
     def settle(self) -> None:
-        raise NotImplementedError
+        if isinstance(self.find, weakref.WeakMethod):
+            if (look := self.find()) is not None:
+                look()
+            return
+        find, self.find = self.find, None
+        if find is not None:
+            value = find()                   # reads gradients: their guards must be on
+            with torch._C.DisableTorchFunctionSubclass():
+                self.fill_(value)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -42,50 +60,6 @@ class Late(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-
-class LateNorm(Late):
-    """[] fp32: the norm of a step's gradients."""
-
-    _find: Callable[[], float] | None
-
-    def settle(self) -> None:
-        find, self._find = self._find, None
-        if find is not None:
-            value = find()                   # reads gradients: their guards must be on
-            with torch._C.DisableTorchFunctionSubclass():
-                self.fill_(value)
-
-    @staticmethod
-    def of(find: Callable[[], float]) -> LateNorm:
-        out = torch.zeros(()).as_subclass(LateNorm)
-        out._find = find
-        return out
-
-
-def fill(norm: weakref.ref[LateNorm] | None) -> None:
-    """Its value is there from now on, if somebody has it."""
-    alive = None if norm is None else norm()
-    if alive is not None:
-        alive.settle()
-
-
-class StepCount(Late):
-    """[] fp32: steps taken. A step that is skipped counts until the gradients are home: who reads it waits for them."""
-
-    _find: weakref.WeakMethod[Callable[[], None]]
-
-    @staticmethod
-    def of(find: Callable[[], None]) -> StepCount:
-        """find: a method that takes back what was skipped; its object is not kept alive."""
-        out = torch.zeros(()).as_subclass(StepCount)
-        out._find = weakref.WeakMethod(find)
-        return out
-
-    def settle(self) -> None:
-        find = self._find()
-        if find is not None:
-            find()
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         self.settle()
         return plain(self).__reduce_ex__(protocol)
@@ -93,6 +67,12 @@ class StepCount(Late):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         self.settle()
         return plain(self).clone()
+
+
+def fill(norm: weakref.ref[Late] | None) -> None:
+    """Its value is there from now on, if somebody has it."""
+    if norm is not None and (alive := norm()) is not None:
+        alive.settle()
 
 
 def count_of(step: Any, name: str) -> int:

@@ -97,7 +97,7 @@ def show(record: Record) -> Tensor:
     """A late gradient becomes a shown one; of one used in backward a copy, so that step() sees a late change."""
     grad = peek(record)
     observer = record.runtime.handover.observer
-    if observer is not None and observer.has_used(record):
+    if observer is not None and (who := observer()) is not None and record.pid in who._done:
         with torch.inference_mode(False):
             grad = record.view("GRAD").clone()
     elif record.numel:
