@@ -32,7 +32,7 @@ NAME = "manifest.json"
 BROKEN = "the checkpoint is not whole; nothing was changed; load another one"
 FORMAT, VERSION = "megatrain checkpoint", 1
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-_TENSORS = re.compile(r"(model|weights|frozen|states)(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+TENSORS = re.compile(r"(model|weights|frozen|states)(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _number = itertools.count()
 
 
@@ -171,7 +171,7 @@ def _carry_others(old: Path, new: Path) -> None:
         files = read(old).get("files")
         own = {*files, NAME} if isinstance(files, dict) else {NAME}
     except MegatrainError:                   # it cannot be read: those that go by the names of such
-        own = {p.name for p in old.iterdir() if _TENSORS.fullmatch(p.name)}
+        own = {p.name for p in old.iterdir() if TENSORS.fullmatch(p.name)}
     for path in old.iterdir():
         if path.name in own or os.path.lexists(new / path.name):
             continue

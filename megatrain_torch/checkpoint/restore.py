@@ -127,8 +127,9 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         found = _Loading(rt, model, opt, Path(os.path.abspath(folder)))
         found.check(scheduler, verify, convert)
     source, training = found.source, found.source.training
+    like = {} if opt is None else likeness.known(rt, source.body.get("likeness"))
     if isinstance(opt, AdamW):
-        likeness.go_on(rt, source.body.get("likeness"))
+        likeness.go_on(rt, like)
         opt._ask_for_room()
     if scheduler is not None:                        # before states: its class is a stranger, and may refuse its own
         try:
@@ -141,7 +142,7 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
     rt.saved_files = parts.loaded(source.folder, source.body, {name: p._mt for p, name in found.names.items()},
                                   source.tensors)
     if opt is not None:
-        otherwise = likeness.differences(rt, source.body.get("likeness")) + found.set_random_states()
+        otherwise = likeness.differences(rt, like) + found.set_random_states()
         if otherwise:
             warnings.warn(f"{source.folder}: training goes on, with other bits than it would have had there: "
                           f"{'; '.join(otherwise)}", stacklevel=3)

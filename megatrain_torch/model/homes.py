@@ -78,7 +78,6 @@ class Homes:
     def invite(self, guests: Iterable[int]) -> None:
         """States of these units, which live on the device, come and leave."""
         self.arrivals = Arrivals(self._model.itself(), guests)
-        self.arrivals.invite()
 
     def keep_on_disk(self, disk: Disk, units: list[int], weights: list[int], sizes: Mapping[str, int]) -> None:
         """The units' states go to a file, which loses its name with the process at the latest. weights: of further

@@ -22,6 +22,7 @@ from ..store.records import DTYPES, Record
 from ..store.state import in_backward
 from . import hooks
 from .states import (
+    CODES,
     MOMENTS,
     Late,
     StoreStates,
@@ -30,14 +31,13 @@ from .states import (
     check_state,
     check_used,
     count_of,
+    decoded,
     fill,
-    lacks_master,
+    follow_weight,
     load_moments,
     load_other,
-    make_master,
     master,
     moment_planes,
-    moments_of,
     set_master,
     source_of,
     stand_there,
@@ -456,8 +456,7 @@ class AdamW(torch.optim.Optimizer):
         elif record.optimizer() is not self:
             raise MegatrainError(f"{record.name}: its AdamW states belong to another mt.AdamW by now; "
                                  "use one optimizer")
-        if record.master_writes != record.writes:
-            self._follow_weight(record)
+        follow_weight(record)
         record.exact, record.master_writes = None, record.writes
         if not passing and record.unit in rt.homes.passing:
             raise MegatrainError(f"{record.name}: it has a .grad of its own, and plan={{'grads': 'none'}} has no place "
@@ -467,21 +466,6 @@ class AdamW(torch.optim.Optimizer):
         step = state["step"]
         return record, step, (record.index, *usual, count_of(step, record.name) + 1, maximize, address,
                               DTYPES[record.dtype], int(changed), self._keys[p])
-
-    @staticmethod
-    def _follow_weight(record: Record) -> None:
-        """The weight was set: its master follows; of a unit on device or disk all do, one unit at a time."""
-        if not lacks_master(record):
-            return
-        rt = record.runtime
-        away, mates = rt.homes.away(record.unit), rt.units[record.unit]
-        for r in mates if away else [record]:
-            if r is record or (r.was_trainable and r.optimizer in (None, record.optimizer) and lacks_master(r)):
-                make_master(r)
-                r.master_writes = r.writes
-        if away:
-            rt.planes.notice_writes(mates)           # whose copies go now
-            rt.homes.take(record.unit)
 
     def _begin_state(self, p: StreamedParameter, record: Record, keep: bool = False) -> StoreStates:
         """States over new planes, which are zero; keep: with the moments that are in them."""
@@ -507,14 +491,11 @@ class AdamW(torch.optim.Optimizer):
     def _take_states(self) -> None:
         """What was put into self.state in the place of the store's own, tensors or whole dicts, is copied into the
         store. Raises MegatrainError where a moment is missing, or of another shape, or the count is no number."""
-        put = [p for p, values in self.state.items() if isinstance(p, StreamedParameter) and values
-               and p._mt.runtime in self._served and not (isinstance(values, StoreStates) and values.are_own(p._mt))]
-        if not put:
-            return
-        planes = {address for p in self.state if isinstance(p, StreamedParameter) for address in addresses(p._mt)}
-        found = [(p, apart(p, check_state(p._mt.name, p.shape, self.state[p]), planes)) for p in put]
-        for p, values in found:
-            self._load_one(p, values, self._keys[p])
+        put = [p for p, s in self.state.items() if isinstance(p, StreamedParameter) and s
+               and p._mt.runtime in self._served and not (isinstance(s, StoreStates) and s.record is p._mt
+                                                          and all(s.get(name) is t for name, t in s.own.items()))]
+        if put:
+            self._load([(p, check_state(p._mt.name, p.shape, self.state[p]), self._keys[p]) for p in put])
 
     # ---- updating inside backward ----
 
@@ -605,7 +586,8 @@ class AdamW(torch.optim.Optimizer):
             return tuple(self.state[p][name].to(torch.float32, copy=True) for name in MOMENTS)
         p._mt.runtime.planes.wait_used(p._mt)
         p._mt.runtime.planes.bring_states(p._mt)
-        return moments_of(p._mt)
+        found = {name: p._mt.view(plane) for name, plane in moment_planes(p._mt).items()}
+        return decoded(p.shape, p._mt.stride, found) if CODES[0] in found else tuple(t.clone() for t in found.values())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a state_dict of mt.AdamW, of any `states`, or of torch.optim.AdamW into the store.
@@ -621,21 +603,21 @@ class AdamW(torch.optim.Optimizer):
         for rt in self._runtimes():
             rt.core.drain()
         self._catch_up()
-        saved = {k: v for k, v in state_dict.items() if k != "state"}
+        super().load_state_dict({**{k: v for k, v in state_dict.items() if k != "state"}, "state": {}})
         flat = [p for g in self.param_groups for p in g["params"]]
-        kept = {address for p in flat if isinstance(p, StreamedParameter) for address in addresses(p._mt)}
-        found = {index: apart(flat[index], values, kept) for index, values in state_dict["state"].items()}
-        super().load_state_dict({**saved, "state": {}})
-        for index, values in found.items():
-            self._load_one(flat[index], values, values.get("key", index))
+        self._load([(flat[index], values, values.get("key", index)) for index, values in state_dict["state"].items()])
 
-    def _load_one(self, p: Tensor, values: dict[str, Any], key: int) -> None:
-        if not isinstance(p, StreamedParameter):
-            self.state[p] = load_other(p, values)
-            return
-        record = p._mt
-        with torch.no_grad():
-            there = stand_there(record, values)
+    @torch.no_grad()
+    def _load(self, given: list[tuple[Tensor, dict[str, Any], int]]) -> None:
+        """States of parameters, with their keys. What of them lies in planes is copied before any of these is
+        written."""
+        known = {*self.state, *(p for g in self.param_groups for p in g["params"])}
+        planes = {at for p in known if isinstance(p, StreamedParameter) for at in addresses(p._mt)}
+        for p, values, key in [(p, apart(p, values, planes), key) for p, values, key in given]:
+            if not isinstance(p, StreamedParameter):
+                self.state[p] = load_other(p, values)
+                continue
+            record, there = p._mt, stand_there(p._mt, values)
             count = count_of(values["step"], record.name)
             self._begin_state(p, record, keep=there)
             self.state[p]["step"].fill_(count)

@@ -97,9 +97,6 @@ class StoreStates(dict[str, Any]):
         self.update(self.own)
         self.own["step"].zero_()
 
-    def are_own(self, record: Record) -> bool:
-        return record is self.record and all(self.get(name) is t for name, t in self.own.items())
-
     def __setitem__(self, name: str, value: Any) -> None:
         own = self.own.get(name)
         if isinstance(value, Tensor) and not value.is_cpu and own is not None and own.shape == value.shape:
@@ -120,15 +117,6 @@ def moment_planes(record: Record) -> dict[str, str]:
 
 def _fp32_pair(shape: Any, stride: Any) -> list[Tensor]:
     return [torch.empty_strided(shape, stride, dtype=torch.float32) for _ in range(2)]
-
-
-def moments_of(record: Record) -> tuple[Tensor, Tensor]:
-    """Both moments in fp32: [shape], copies. Their planes are current."""
-    m, v = _fp32_pair(record.shape, record.stride)
-    if record.runtime.states == "fp32":
-        return m.copy_(record.view("M")), v.copy_(record.view("V"))
-    _core.codes_get(*addresses(record), m.data_ptr(), v.data_ptr(), record.numel)
-    return m, v
 
 
 def load_moments(record: Record, values: dict[str, Any]) -> None:
@@ -225,20 +213,30 @@ def lacks_master(record: Record) -> bool:
     return record.dtype == torch.float16 or bool(record.low_bytes and record.master_writes >= 0)
 
 
-def make_master(record: Record) -> None:
-    """Of a parameter that lacks one: its own values are it."""
-    planes = record.runtime.planes
-    planes.wait_updates(record)
-    planes.own_states(record)
-    exact, record.exact = record.exact, None
-    if exact is not None and record.writes == 0:
-        set_master(record.param, exact)      # what lies just between two bf16 values may become the other one
+def follow_weight(record: Record) -> None:
+    """The master of a weight that was set follows it; of a unit on device or disk all do, one unit at a time."""
+    if not lacks_master(record):
         return
-    if record.dtype == torch.float16:
-        record.view("MASTER").copy_(record.host)
-    else:
-        record.view("LO").zero_()
-    planes.push(record, "MASTER" if record.dtype == torch.float16 else "LO")
+    rt, unit = record.runtime, record.unit
+    for r in rt.units[unit] if rt.homes.away(unit) else [record]:
+        if r is not record and not (r.was_trainable and r.optimizer in (None, record.optimizer) and lacks_master(r)):
+            continue
+        rt.planes.wait_updates(r)
+        rt.planes.own_states(r)
+        exact, r.exact = r.exact, None
+        if exact is not None and r.writes == 0:
+            set_master(r.param, exact)       # what lies just between two bf16 values may become the other one
+        else:
+            plane = master_plane(r)
+            if plane == "MASTER":
+                r.view(plane).copy_(r.host)
+            else:
+                r.view(plane).zero_()
+            rt.planes.push(r, plane)
+        r.master_writes = r.writes
+    if rt.homes.away(unit):
+        rt.planes.notice_writes(rt.units[unit])      # whose copies go now
+        rt.homes.take(unit)
 
 
 def master(p: StreamedParameter) -> Tensor:

@@ -244,8 +244,12 @@ def shape_codes(model: nn.Module, config: Any, base: str, dtype: torch.dtype) ->
     _codes_of(model, base, name)
 
 
+FORMS = "bitsandbytes.forms"         # not a module of the package: formats are known by the names of classes
+
+
 def _shape_by_bitsandbytes(model: Any, base: str, dtype: torch.dtype) -> None:
-    """As transformers' replace_with_bnb_linear and its quantizer leave a model; bitsandbytes need not be there."""
+    """As transformers' replace_with_bnb_linear and its quantizer leave a model, by classes of the same names that have
+    the form alone: the package need not be there."""
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.base import get_keys_to_not_convert
     from transformers.quantizers.quantizers_utils import should_convert_module
@@ -253,51 +257,30 @@ def _shape_by_bitsandbytes(model: Any, base: str, dtype: torch.dtype) -> None:
     def some(n: tuple[int, ...], kind: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(n, dtype=kind, device="meta")
 
+    sys.modules.setdefault(FORMS, sys.modules[__name__])
+    of_linear, of_weight = ("Linear4bit", "Params4bit") if base == "nf4" else ("Linear8bitLt", "Int8Params")
+    of_linear = type(of_linear, (_Form,), {"__module__": FORMS, "forward": _Form.forward})
+    of_weight = type(of_weight, (nn.Parameter,), {"__module__": FORMS})
     rest = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]
     for name, m in list(model.named_modules()):
         if type(m) not in (nn.Linear, Conv1D) or not should_convert_module(name, rest):
             continue
         rows, columns = m.weight.shape if type(m) is nn.Linear else m.weight.shape[::-1]
         with torch.device("meta"):
-            linear = (_forms("Linear4bit", columns, rows, m.bias is not None, dtype) if base == "nf4" else
-                      _forms("Linear8bitLt", columns, rows, m.bias is not None, has_fp16_weights=False))
-        linear.to(dtype)
+            linear = _Form(columns, rows, m.bias is not None).to(dtype)
         if base == "nf4":        # double quantisation: a scale of a byte for 64 weights, an fp32 one for 256 of these
             blocks = -(-rows * columns // 64)
-            nested = _forms("QuantState", absmax=some((-(-blocks // 256),)), code=some((256,)), blocksize=256,
-                            dtype=torch.float32)
-            linear.quant_state = _forms(
-                "QuantState", absmax=some((blocks,), torch.uint8), shape=torch.Size((rows, columns)), code=some((16,)),
-                blocksize=64, quant_type="nf4", dtype=dtype, offset=some(()), state2=nested)
-            linear.weight = _forms("Params4bit", some((-(-rows * columns // 2), 1), torch.uint8), requires_grad=False,
-                                   quant_state=linear.quant_state, blocksize=64, compress_statistics=True,
-                                   quant_type="nf4", bnb_quantized=True)
+            nested = types.SimpleNamespace(absmax=some((-(-blocks // 256),)), code=some((256,)), blocksize=256)
+            state = types.SimpleNamespace(
+                absmax=some((blocks,), torch.uint8), shape=torch.Size((rows, columns)), code=some((16,)), blocksize=64,
+                quant_type="nf4", dtype=dtype, offset=some(()), state2=nested)
+            codes, about = some((-(-rows * columns // 2), 1), torch.uint8), {"quant_state": state}
+            linear.compute_dtype = dtype
         else:
-            linear.weight = _forms("Int8Params", some((rows, columns), torch.int8), requires_grad=False,
-                                   has_fp16_weights=False, SCB=some((rows,)))
+            codes, about = some((rows, columns), torch.int8), {"has_fp16_weights": False, "SCB": some((rows,))}
+        linear.__class__, linear.weight = of_linear, torch.Tensor._make_subclass(of_weight, codes, False)
+        vars(linear.weight).update(about)
         model.set_submodule(name, linear)
-
-
-FORMS = "bitsandbytes.forms"         # not a module of the package: formats are known by the names of classes
-
-
-def _forms(name: str, *args: Any, **kwargs: Any) -> Any:
-    """An object of bitsandbytes' class of this name; without the package one of a class of the same name that has the
-    form alone."""
-    if importlib.util.find_spec("bitsandbytes") is not None:
-        package = importlib.import_module("bitsandbytes")
-        return getattr(package.functional if name == "QuantState" else package.nn, name)(*args, **kwargs)
-    sys.modules.setdefault(FORMS, sys.modules[__name__])
-    if name == "QuantState":
-        return types.SimpleNamespace(**{"state2": None} | kwargs)
-    if name.startswith("Linear"):
-        made = _Form(*args[:3])
-        made.compute_dtype, made.state = args[3] if args[3:] else None, types.SimpleNamespace(SCB=None)
-        made.__class__ = type(name, (_Form,), {"__module__": FORMS, "forward": _Form.forward})
-        return made
-    made = torch.Tensor._make_subclass(type(name, (nn.Parameter,), {"__module__": FORMS}), args[0], False)
-    made.__dict__.update(kwargs)
-    return made
 
 
 class _Form(nn.Linear):
