@@ -128,10 +128,10 @@ class Draft:
         """Gives the folder its name, on the disk; on an OSError `published` says whether names have changed."""
         if self.folder.exists():
             _carry_others(self.folder, self.path)
-        sync(self.path)
+        sync(self.path)                      # its files are on the disk already; now their names are
         old = self._take_name()
         self.published = True
-        sync(self.folder.parent)
+        sync(self.folder.parent)             # the rename is; only then the one before may go
         if old is not None:
             shutil.rmtree(old, ignore_errors=True)
         self._unlock()

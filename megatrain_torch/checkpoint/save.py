@@ -328,7 +328,7 @@ class Saving:
                 if self._part == 0:
                     for name, data in parts.small.items():
                         manifest.write(draft.path / name, data)
-                    manifest.write(draft.path / manifest.NAME, manifest.dump(body))
+                    manifest.write(draft.path / manifest.NAME, manifest.dump(body))      # last: it has the others' sums
                     draft.publish()
             if (model := rt()) is not None:
                 model.saved_files = parts.noted(self.folder)

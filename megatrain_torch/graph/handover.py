@@ -202,9 +202,8 @@ class HandOver:
         self.ask_room(sums=False)
         if passing := unit in self.runtime.homes.passing:        # kept nowhere: they must be used at once
             records = [r for r, _ in pairs]
-            why = "nobody who updates in backward is there"
-            if self.observer is not None:
-                why = "its optimizer is gone" if (who := self.observer()) is None else who._declines(records)
+            why = "nobody who updates in backward is there" if self.observer is None else \
+                "its optimizer is gone" if (who := self.observer()) is None else who._declines(records)
             if any(gradient.standing(r) is not None for r in records):
                 why = "there is a .grad to add to"
             if why:

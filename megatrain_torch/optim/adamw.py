@@ -239,9 +239,9 @@ class AdamW(torch.optim.Optimizer):
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         for rt in self._served:
             rt.handover.broken_off()
-        self._catch_up()
+        self._catch_up()                     # waits for the gradients of the step before, not for its updates
         self._take_states()
-        fill(self._late)
+        fill(self._late)                     # somebody may hold it: from here on `_norm` is this step's
         self._late, self._asked = self._asked, None
         self._steps += 1
         complaint, self._complaint = self._complaint, ""

@@ -80,7 +80,7 @@ def peek(record: Record) -> Tensor | None:
     grad = standing(record)
     if grad is None or grad is not record.late:
         return grad
-    record.runtime.planes.wait_grads(record)
+    record.runtime.core.wait_grads(record.unit)     # the copies from the device have landed
     record.runtime.planes.wait_used(record)         # an update may still read what the caller is about to change
     return record.view("GRAD")
 

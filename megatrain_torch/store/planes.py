@@ -71,9 +71,6 @@ class Planes:
         else:
             self.core.updated(record.unit)
 
-    def wait_grads(self, record: Record) -> None:
-        self.core.wait_grads(record.unit)
-
     def bring_states(self, record: Record) -> None:
         """Host copies of masters and moments become current, where another place has the newer ones."""
         homes = self._homes
