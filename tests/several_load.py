@@ -113,8 +113,8 @@ def saved_by_one(folder: str, states: str) -> int:
 def saved_twice(rank: int, group: Any, folder: str) -> tuple[list[int], bool]:
     """Of a model whose first layer is frozen: links that files of the second checkpoint have, and whether what another
     model reads from it is this one's."""
-    from megatrain_torch.checkpoint import again
-    with mock.patch.object(again, "LEAST_BYTES", 1):
+    from megatrain_torch.checkpoint import parts
+    with mock.patch.object(parts, "LEAST_BYTES", 1):
         models = [built("llama", torch.float32) for _ in range(2)]
         for model in models:
             model.model.layers[0].requires_grad_(False)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import megatrain_torch as mt
-from megatrain_torch.checkpoint import again, manifest
+from megatrain_torch.checkpoint import manifest, parts
 
 
 class Layer(nn.Module):
@@ -43,7 +43,7 @@ class Run:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setattr(again, "LEAST_BYTES", 1)
+    monkeypatch.setattr(parts, "LEAST_BYTES", 1)
     own = Run()
     own.step()
     return own
@@ -147,7 +147,7 @@ def test_a_save_that_fails_leaves_the_files_of_the_one_before_to_the_next(run: R
 
 
 def test_few_frozen_weights_stay_with_the_others(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(again, "LEAST_BYTES", 1 << 20)
+    monkeypatch.setattr(parts, "LEAST_BYTES", 1 << 20)
     run.save(tmp_path / "1")
     assert (tmp_path / "1" / "model.safetensors").is_file() and run.save(tmp_path / "2") == set()
 
@@ -156,7 +156,7 @@ def test_few_frozen_weights_stay_with_the_others(run: Run, tmp_path: Path, monke
 def test_transformers_reads_it_and_writes_into_no_other_checkpoint(frozen: str, tmp_path: Path,
                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
-    monkeypatch.setattr(again, "LEAST_BYTES", 1)
+    monkeypatch.setattr(parts, "LEAST_BYTES", 1)
     parity.seed()
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2))

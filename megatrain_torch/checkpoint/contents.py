@@ -33,15 +33,16 @@ MASTERS = {"LO": "master_low", "MASTER": "master"}
 BLOCK = _core.BLOCK_BYTES           # of a file, that have a sum of 8 bytes
 STEPS = 2**53                        # more than this an fp64 does not count
 _HEX = re.compile(r"([0-9a-f]{2})*")
-_TENSORS = re.compile(r"(model|weights|frozen|states)(-\d+-of-\d+)?\.safetensors")
 
 
 @dataclass
 class Checkpoint:
-    """A folder, its manifest's body, and what its files of tensors have."""
+    """A folder, its manifest's body, what its files of tensors have, and what training.pt has, which lies `where`."""
 
     folder: Path
     body: dict[str, Any]
+    where: str
+    training: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Stored] = field(default_factory=dict)
     states: dict[str, Stored] = field(default_factory=dict)
 
@@ -49,7 +50,8 @@ class Checkpoint:
     def open(folder: Path) -> Checkpoint:
         """All that is in it is checked but the tensors' bytes."""
         manifest.recover(folder)
-        found, where = Checkpoint(folder, manifest.read(folder)), str(folder / manifest.NAME)
+        where = str(folder / manifest.NAME)
+        found = Checkpoint(folder, manifest.read(folder), str(folder / TRAINING))
         with manifest.adding(manifest.BROKEN):
             _check_body(found.body, where)
             for name, about in found.body["files"].items():
@@ -77,6 +79,7 @@ class Checkpoint:
                     said = "fewer tensors than the files have" if wrong is None else \
                         f"{shown(wrong)} in {shown(names[wrong])}"
                     raise MegatrainError(f"{where}: weight_map has {said}")
+            found.training = training_of(found.bytes_of(TRAINING), found.where, found.body["optimizer"] is not None)
         return found
 
     def verify(self, part: int, parts: int) -> None:
@@ -144,13 +147,13 @@ def _check_body(body: Any, where: str) -> None:
             raise MegatrainError(f"{where}: the file name {shown(name)} leads out of the folder")
         here = f"{where}: file {name}"
         size = strict.field(table(about, here), "bytes", is_count, "a whole number", here)
-        if _TENSORS.fullmatch(name):
-            blocks = -(-size // BLOCK)
-            strict.field(about, "sums", lambda v, n=16 * blocks: _is_hex(v, n), f"{blocks} sums in hexadecimal", here)
-        elif name.endswith(".safetensors"):
-            raise MegatrainError(f"{here}: files of tensors are called model, weights or states")
-        else:
+        if not name.endswith(".safetensors"):
             strict.field(about, "sha256", lambda v: _is_hex(v, 64), "a SHA-256", here)
+            continue
+        if not manifest.TENSORS.fullmatch(name):
+            raise MegatrainError(f"{here}: files of tensors are called model, weights or states")
+        blocks = -(-size // BLOCK)
+        strict.field(about, "sums", lambda v, n=16 * blocks: _is_hex(v, n), f"{blocks} sums in hexadecimal", here)
     if TRAINING not in files:
         raise MegatrainError(f"{where} names no {TRAINING}: files has {shown(list(files))}")
     for name, about in wanted("parameters", lambda v: isinstance(v, dict), "a table").items():

@@ -42,10 +42,9 @@ def note(rt: Runtime) -> dict[str, Any]:
             "planned": [] if rt.planning is None else rt.planning.planned()}
 
 
-def go_on(rt: Runtime, saved: Any) -> None:
+def go_on(rt: Runtime, saved: dict[str, Any]) -> None:
     """Before states come: what the saved run was planned for is planned for here, at once, and what its layers chose to
-    keep, this one's keep. saved: as `note` gave it, or an older version; nothing is made of anything else."""
-    saved = _known(saved, note(rt))
+    keep, this one's keep. saved: as `known` gives it."""
     if not saved or rt.planning is None:
         return
     if saved["memory"] == _memory(rt) and saved["chosen"]:
@@ -54,12 +53,11 @@ def go_on(rt: Runtime, saved: Any) -> None:
         rt.planning.resumes(*saved["planned"])
 
 
-def differences(rt: Runtime, saved: Any) -> list[str]:
+def differences(rt: Runtime, saved: dict[str, Any]) -> list[str]:
     """What this run does otherwise than the one that goes on here, in words. saved: as for `go_on`."""
-    here = note(rt)
-    saved = _known(saved, here)
     if not saved:
         return []
+    here = note(rt)
     if saved["memory"] == here["memory"] and saved["chosen"] and rt.planning is not None:
         here["kept"] = saved["kept"]             # of passes of the same length
     there = saved["versions"]
@@ -85,8 +83,9 @@ def differences(rt: Runtime, saved: Any) -> list[str]:
     return found
 
 
-def _known(saved: Any, here: dict[str, Any]) -> dict[str, Any]:
-    """What was saved, if it is of this form; else nothing."""
+def known(rt: Runtime, saved: Any) -> dict[str, Any]:
+    """What `note`, of this version or an older one, has put into a checkpoint; {}: anything else is there."""
+    here = note(rt)
     found = {"planned": [], "products": "bf16"} | saved if isinstance(saved, dict) else {}
     good = (all(type(found.get(k)) is type(v) for k, v in here.items())
             and all(tokens.isdecimal() and isinstance(modes, dict) for tokens, modes in found["chosen"].items())

@@ -32,7 +32,7 @@ NAME = "manifest.json"
 BROKEN = "the checkpoint is not whole; nothing was changed; load another one"
 FORMAT, VERSION = "megatrain checkpoint", 1
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-_TENSORS = re.compile(r"(model|weights|frozen|states)(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+TENSORS = re.compile(r"(model|weights|frozen|states)(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _number = itertools.count()
 
 
@@ -128,10 +128,10 @@ class Draft:
         """Gives the folder its name, on the disk; on an OSError `published` says whether names have changed."""
         if self.folder.exists():
             _carry_others(self.folder, self.path)
-        sync(self.path)
+        sync(self.path)                      # its files are on the disk already; now their names are
         old = self._take_name()
         self.published = True
-        sync(self.folder.parent)
+        sync(self.folder.parent)             # the rename is; only then the one before may go
         if old is not None:
             shutil.rmtree(old, ignore_errors=True)
         self._unlock()
@@ -171,7 +171,7 @@ def _carry_others(old: Path, new: Path) -> None:
         files = read(old).get("files")
         own = {*files, NAME} if isinstance(files, dict) else {NAME}
     except MegatrainError:                   # it cannot be read: those that go by the names of such
-        own = {p.name for p in old.iterdir() if _TENSORS.fullmatch(p.name)}
+        own = {p.name for p in old.iterdir() if TENSORS.fullmatch(p.name)}
     for path in old.iterdir():
         if path.name in own or os.path.lexists(new / path.name):
             continue

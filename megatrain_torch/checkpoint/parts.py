@@ -1,10 +1,21 @@
-"""What a checkpoint is made of: tensors over the store's planes, and the small files beside them."""
+"""What a checkpoint is made of: tensors over the store's planes, and the small files beside them.
+
+A frozen base is most of a run with adapters, and the same in each of its checkpoints. Such weights lie in files of
+their own, which are written once: the next checkpoint has them by hard links. Each folder is whole by itself: a copy of
+it has all, and none needs another to stay. Where files cannot be linked they are written. Names of these files are
+nobody else's, so that what a save_pretrained into one folder writes in place is in no other.
+"""
 from __future__ import annotations
 
 import io
 import json
+import os
 import sys
+import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +29,8 @@ from ..optim.adamw import AdamW
 from ..optim.states import master_plane, moment_planes
 from ..store.guard import plain
 from ..store.records import KINDS, Record
-from ..store.tensorfiles import Entry, TensorFile, packed
-from . import again, likeness, manifest
+from ..store.tensorfiles import LENGTH_BYTES, Entry, Stored, TensorFile, packed
+from . import likeness, manifest
 from .contents import ALONE, INDEX, MASTERS, TRAINING
 
 if TYPE_CHECKING:
@@ -29,6 +40,13 @@ OWN_FILES = ("config.json", "generation_config.json")
 OURS, TORCHS = "mt.AdamW", "torch.optim.AdamW"       # as kind_of says
 
 
+LEAST_BYTES = 64 << 20               # of frozen weights, for files of their own
+
+# Files of the last checkpoint, by their headers: their path; their `form`, which is what the file system said of them
+# then; how often each of their weights had been written to, `writes`; what the manifest says `about` them.
+Before = dict[bytes, SimpleNamespace]
+
+
 @dataclass(frozen=True)
 class Parts:
     """A checkpoint that is not written yet."""
@@ -36,12 +54,82 @@ class Parts:
     files: list[TensorFile]
     small: dict[str, bytes]     # by file name
     body: dict[str, Any]        # of the manifest
-    still: again.Still          # of files that are to change no more
+    still: dict[str, tuple[int, ...]]   # of frozen weights' files, by name: how often each weight had been written to
 
     def without(self, names: set[str]) -> tuple[list[TensorFile], int]:
         """Files of tensors but for these; bytes of them and of what is small."""
         files = [f for f in self.files if f.name not in names]
         return files, sum(f.nbytes for f in files) + sum(map(len, self.small.values()))
+
+    def unchanged(self, before: Before, folder: Path) -> set[str]:
+        """Names of files whose bytes a file of the last checkpoint has, as it was written then, on the file system
+        that `folder` will be on."""
+        device, found = standing_parent(folder).stat().st_dev, set()
+        for f in self.files:
+            with suppress(OSError):
+                if f.name in self.still and (w := before.get(f.header)) is not None \
+                        and w.writes == self.still[f.name] and w.form[0] == device and form_of(w.path) == w.form:
+                    found.add(f.name)
+        return found
+
+    def link(self, names: set[str], before: Before, folder: Path) -> set[str]:
+        """Makes these in the folder; gives the names of those that it could. The others are to be written."""
+        made = set()
+        for f in self.files:
+            with suppress(OSError):
+                if f.name in names:
+                    os.link(before[f.header].path, folder / f.name)
+                    made.add(f.name)
+        return made
+
+    def noted(self, folder: Path) -> Before:
+        """For the next checkpoint, when this one has its name."""
+        with suppress(OSError):
+            return {f.header: SimpleNamespace(path=folder / f.name, form=form_of(folder / f.name),
+                                              writes=self.still[f.name], about=self.body["files"][f.name])
+                    for f in self.files if f.name in self.still}
+        return {}
+
+
+def form_of(path: Path) -> tuple[int, ...]:
+    s = path.stat()
+    return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns
+
+
+def loaded(folder: Path, body: dict[str, Any], records: dict[str, Record], tensors: dict[str, Stored]) -> Before:
+    """As `Parts.noted`, of a checkpoint that was read. records, tensors: of weights, by name."""
+    files: dict[str, list[str]] = {}
+    for name, stored in sorted(tensors.items(), key=lambda item: item[1].begin):
+        files.setdefault(stored.file, []).append(name)
+    found = {}
+    for file, names in files.items():
+        own = [records[name] for name in names if name in records]
+        if len(own) == len(names) and all(map(is_still, own)):
+            with suppress(OSError), (path := folder / file).open("rb") as f:
+                length = f.read(LENGTH_BYTES)
+                found[length + f.read(int.from_bytes(length, "little"))] = SimpleNamespace(
+                    path=path, form=form_of(path), writes=tuple(r.writes for r in own), about=body["files"][file])
+    return found
+
+
+def is_still(record: Record) -> bool:
+    """Frozen, and never stepped with: what changes it is a write, which is counted."""
+    return record.optimizer is None and not record.param.requires_grad
+
+
+def can_link(folder: Path) -> bool:
+    """Has the file system of a folder, which may not be there yet, links?"""
+    with suppress(OSError), tempfile.TemporaryDirectory(dir=standing_parent(folder)) as there:
+        (Path(there) / "file").touch()
+        os.link(Path(there) / "file", Path(there) / "link")
+        return True
+    return False
+
+
+def standing_parent(folder: Path) -> Path:
+    """The folder itself, or the first one around it that is there."""
+    return next(p for p in (folder, *folder.parents) if p.exists())
+
 
 def parts_of(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, scheduler: Any, extra: Any,
              randoms: list[Any], most: int) -> Parts:
@@ -54,24 +142,16 @@ def parts_of(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, s
         rt.planes.notice_writes(rt.records)
         rt.core.drain()
         weights, states = _weights(model, names), _states(opt, names)
-    files, still = _files(weights, {name: p._mt for p, name in names.items()},
-                          "model" if _has_its_names(model) else "weights", most)
+    stem, records = "model" if _has_its_names(model) else "weights", {name: p._mt for p, name in names.items()}
+    still = {e.name: e for e in weights if e.unit >= 0 and is_still(records[e.name])}
+    apart = sum(e.nbytes for e in still.values()) >= LEAST_BYTES
+    frozen = packed([*still.values()], "frozen", most, beside=True) if apart else []
+    rest = [e for e in weights if e.name not in still] if apart else weights
+    files = frozen + (packed(rest, stem, most, beside=apart) if rest or not apart else [])
     files += packed(states, "states", most) if states else []
     small = {TRAINING: _training(opt, names, scheduler, extra, randoms), **_beside(model, files)}
-    return Parts(files, small, _body(rt, opt, names, small), still)
-
-
-def _files(weights: list[Entry], records: dict[str, Record], stem: str, most: int
-           ) -> tuple[list[TensorFile], again.Still]:
-    """Of weights and buffers, and `Parts.still` of them. records: by name."""
-    still = [e for e in weights if e.unit >= 0 and again.is_still(records[e.name])]
-    if sum(e.nbytes for e in still) < again.LEAST_BYTES:
-        return packed(weights, stem, most), {}
-    names = {e.name for e in still}
-    rest = [e for e in weights if e.name not in names]
-    files = packed(still, again.STEM, most, beside=True)
-    return (files + (packed(rest, stem, most, beside=True) if rest else []),
-            {f.name: tuple(records[e.name].writes for e in f.entries) for f in files})
+    return Parts(files, small, _body(rt, opt, names, small),
+                 {f.name: tuple(records[e.name].writes for e in f.entries) for f in frozen})
 
 
 def names_of(model: nn.Module) -> dict[Tensor, str]:

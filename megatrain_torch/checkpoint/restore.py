@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,8 +30,8 @@ from ..optim.adamw import AdamW
 from ..optim.states import CODES, MOMENTS, decoded, load_moments, set_master
 from ..store.records import Record
 from ..store.tensorfiles import DTYPES, Stored
-from . import again, contents, likeness, manifest
-from .contents import MASTERS, TRAINING, Checkpoint, Reads, set_random_states
+from . import contents, likeness, manifest, parts
+from .contents import MASTERS, Checkpoint, Reads, set_random_states
 from .parts import OURS, TORCHS, buffers_of, kind_of, names_of
 
 if TYPE_CHECKING:
@@ -70,10 +70,7 @@ def inspect_checkpoint(folder: str | Path) -> CheckpointInfo:
         MegatrainError: a file is missing or cut short, or it is no checkpoint; the message names the file.
     """
     source = Checkpoint.open(Path(os.path.abspath(folder)))
-    with manifest.adding(manifest.BROKEN):
-        training = contents.training_of(source.bytes_of(TRAINING), str(source.folder / TRAINING),
-                                        source.body["optimizer"] is not None)
-    return CheckpointInfo(source.body["states"], training["extra"],
+    return CheckpointInfo(source.body["states"], source.training["extra"],
                           frozenset({*source.body["files"], manifest.NAME}), source.body)
 
 
@@ -88,8 +85,8 @@ def checkpoint_bytes(model: nn.Module, folder: str | Path, states: str = "fp32")
     """
     records = [p._mt for p in names_of(model)]
     sizes = [math.prod(r.shape) * r.dtype.itemsize for r in records]
-    shared = sum(n for n, r in zip(sizes, records) if again.is_still(r))
-    shared = shared if shared >= again.LEAST_BYTES and again.can_link(Path(folder)) else 0
+    shared = sum(n for n, r in zip(sizes, records) if parts.is_still(r))
+    shared = shared if shared >= parts.LEAST_BYTES and parts.can_link(Path(folder)) else 0
     trained = [p for p in model.parameters() if p.requires_grad]
     return sum(sizes) - shared + sum(master_bytes(states, p.dtype) * p.numel()
                                      + moment_bytes(states, p.dtype, p.numel()) for p in trained), shared
@@ -129,22 +126,23 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
     with as_one(rt.ranks):
         found = _Loading(rt, model, opt, Path(os.path.abspath(folder)))
         found.check(scheduler, verify, convert)
-    source, training = found.source, found.training
+    source, training = found.source, found.source.training
+    like = {} if opt is None else likeness.known(rt, source.body.get("likeness"))
     if isinstance(opt, AdamW):
-        likeness.go_on(rt, source.body.get("likeness"))
+        likeness.go_on(rt, like)
         opt._ask_for_room()
     if scheduler is not None:                        # before states: its class is a stranger, and may refuse its own
         try:
             scheduler.load_state_dict(training["scheduler"])
         except Exception as why:
-            raise MegatrainError(f"{source.folder / TRAINING}: {type(scheduler).__name__} does not take the "
+            raise MegatrainError(f"{source.where}: {type(scheduler).__name__} does not take the "
                                  f"scheduler's state ({type(why).__name__}: {shown(why)}); nothing else was changed"
                                  ) from why
     found.take(progress)
-    rt.saved_files = again.loaded(source.folder, source.body, {name: p._mt for p, name in found.names.items()},
+    rt.saved_files = parts.loaded(source.folder, source.body, {name: p._mt for p, name in found.names.items()},
                                   source.tensors)
     if opt is not None:
-        otherwise = likeness.differences(rt, source.body.get("likeness")) + found.set_random_states()
+        otherwise = likeness.differences(rt, like) + found.set_random_states()
         if otherwise:
             warnings.warn(f"{source.folder}: training goes on, with other bits than it would have had there: "
                           f"{'; '.join(otherwise)}", stacklevel=3)
@@ -158,10 +156,8 @@ class _Loading:
         """Reads what is small of the checkpoint, which is whole."""
         self.rt, self.model, self.opt, self.ours = rt, model, opt, isinstance(opt, AdamW)
         self.source, self.names = Checkpoint.open(folder), names_of(model)
-        self.body, self.saved, self.where = self.source.body, self.source.body["parameters"], str(folder / TRAINING)
-        with manifest.adding(manifest.BROKEN):
-            self.training = contents.training_of(self.source.bytes_of(TRAINING), self.where,
-                                                 self.body["optimizer"] is not None)
+        self.body, self.saved = self.source.body, self.source.body["parameters"]
+        self.training, self.where = self.source.training, self.source.where
 
     def check(self, scheduler: Any, verify: bool, convert: bool) -> None:
         """Is it this model's, and this optimizer's, and would nothing be lost? Nothing is changed."""
@@ -312,42 +308,40 @@ class _Loading:
         planes, reads = self.rt.planes, Reads(self.source)
         planes.before_write(records[0])
         planes.own_states(records[0])
-        finish = [done for r in records for done in self._record(r, self.names[r.param], reads)]
+        parts = [part for r in records for part in self._record(r, self.names[r.param], reads)]
+        for part in parts:                   # up to its yield it says what is to be read
+            next(part)
         reads.go()
-        for done in finish:
-            done()
+        for part in parts:
+            next(part, None)
         self.rt.homes.take(records[0].unit)
 
-    def _record(self, record: Record, name: str, reads: Reads) -> list[Callable[[], None]]:
-        """Says what is to be read; what is returned is called when it has been."""
-        saved, opt, finish = self.saved[name], self.opt, []
+    def _record(self, record: Record, name: str, reads: Reads) -> list[Iterator[None]]:
+        saved, opt = self.saved[name], self.opt
         stepped = self.ours and "step" in saved
-        if self.ours and not stepped:
-            opt.state.pop(record.param, None)
+        mastered = stepped or (opt is not None and "step" in saved and record.dtype == torch.float32)
+        parts = [self._weights(record, name, reads, saved["master"] if mastered else "")]
         if stepped:
             opt._begin_state(record.param, record)
             opt.state[record.param]["step"].fill_(float(saved["step"]))
-            finish = [self._read_moments(record, name, reads)]
-        mastered = stepped or (opt is not None and "step" in saved and record.dtype == torch.float32)
-        return [self._read_weights(record, name, reads, saved["master"] if mastered else ""), *finish]
+            parts.append(self._moments(record, name, reads))
+        elif self.ours:
+            opt.state.pop(record.param, None)
+        return parts
 
-    def _read_moments(self, record: Record, name: str, reads: Reads) -> Callable[[], None]:
-        keys = MOMENTS if self.body["states"] == "fp32" else CODES
+    def _moments(self, record: Record, name: str, reads: Reads) -> Iterator[None]:
+        keys, values = MOMENTS if self.body["states"] == "fp32" else CODES, {}
         stored = [self.source.states[f"{name}.{key}"] for key in keys]
         planes = [record.view(plane) for plane in record.moments]
-        values: dict[str, Tensor] = {}
         if self.body["states"] == self.rt.states and all(map(_fits, planes, stored)):
             for plane, s in zip(planes, stored):
                 self._read_own(record, s, plane, reads)
         else:
             values = dict(zip(keys, map(reads.fresh, stored)))
-
-        def done() -> None:
-            if values:
-                load_moments(record, values)
-            self.rt.planes.push(record, *record.moments)
-
-        return done
+        yield
+        if values:
+            load_moments(record, values)
+        self.rt.planes.push(record, *record.moments)
 
     def _read_own(self, record: Record, stored: Stored, memory: Tensor, reads: Reads, others: Sequence[int] = ()
                   ) -> None:
@@ -363,41 +357,36 @@ class _Loading:
                           *(stored.begin + at * stored.dtype.itemsize for at in (begin, end)))
             reads.into(part, memory.view(-1)[begin:end])
 
-    def _read_weights(self, record: Record, name: str, reads: Reads, master: str) -> Callable[[], None]:
+    def _weights(self, record: Record, name: str, reads: Reads, master: str) -> Iterator[None]:
         """master: the plane that it was saved from; "": the weight is its own."""
-        stored, planes = self.source.tensors[name], self.rt.planes
+        stored, planes, ranks = self.source.tensors[name], self.rt.planes, self.rt.ranks
         extra = self.source.states[f"{name}.{MASTERS[master]}"] if master else None
         low = self.body["low_bytes"] if master == "LO" else 0
         alike = master and low in (0, record.low_bytes) and record.dtype == stored.dtype
         plane = record.view(master) if alike else None
         if _fits(record.host, stored) and (not master or (plane is not None and _fits(plane, extra))):
-            ranks = self.rt.ranks                            # weights are there on each machine
+            # Weights are there on each machine.
             self._read_own(record, stored, record.host, reads, () if ranks is None else ranks.spoken_for())
             if master:
                 self._read_own(record, extra, plane, reads)
-
-            def done() -> None:
-                planes.after_write(record)
-                if master:
-                    planes.push(record, master)
-                    record.master_writes = record.writes
-
-            return done
+            yield
+            planes.after_write(record)
+            if master:
+                planes.push(record, master)
+                record.master_writes = record.writes
+            return
+        # From other types, or another order in memory: by way of fp32, which all of them fit into.
         weight, rest = reads.fresh(stored), reads.fresh(extra) if master else None
-
-        def widen() -> None:
-            """From other types, or another order in memory: by way of fp32, which all of them fit into."""
-            if not weight.is_floating_point() or not (master or record.low_bytes or record.dtype == torch.float16):
-                record.host.copy_(weight)
-                planes.after_write(record)
-                return
-            value = rest if master == "MASTER" else weight.to(torch.float32)
-            if master == "LO":
-                value = torch.empty(weight.shape)
-                _core.split_join(weight.data_ptr(), rest.data_ptr(), value.data_ptr(), weight.numel(), low)
-            set_master(record.param, value)
-
-        return widen
+        yield
+        if not weight.is_floating_point() or not (master or record.low_bytes or record.dtype == torch.float16):
+            record.host.copy_(weight)
+            planes.after_write(record)
+            return
+        value = rest if master == "MASTER" else weight.to(torch.float32)
+        if master == "LO":
+            value = torch.empty(weight.shape)
+            _core.split_join(weight.data_ptr(), rest.data_ptr(), value.data_ptr(), weight.numel(), low)
+        set_master(record.param, value)
 
     def _other_states(self) -> None:
         """Of an optimizer that is not mt.AdamW. Raises what its load_state_dict does."""

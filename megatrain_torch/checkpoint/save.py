@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,14 +36,14 @@ from .. import _core
 from ..base.errors import MegatrainError
 from ..base.limits import host_limits, parse_bytes, show_bytes
 from ..group.control import ASIDE
-from ..group.ranks import Ranks, as_one
+from ..group.ranks import as_one
 from ..group.waits import calling
 from ..model.runtime import runtime_of
 from ..optim.adamw import AdamW
 from ..store.tensorfiles import TensorFile
-from . import again, manifest
+from . import manifest
 from .contents import random_states
-from .parts import Parts, held_by, parts_of
+from .parts import Parts, held_by, parts_of, standing_parent
 
 if TYPE_CHECKING:
     from ..model.runtime import Runtime
@@ -121,67 +121,26 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
             unfinished step stand; `extra` or the scheduler's state cannot be loaded back; there is no room on the disk
             or in host memory, or no permission; or writing failed. Nothing is lost then.
     """
-    begun, rt = time.perf_counter(), runtime_of(model)
-    folder = Path(folder).absolute()
+    rt = runtime_of(model)
+    saving = Saving(rt, Path(folder).absolute(), progress)
     rt.finish_save()
-    writers = Writers(rt.ranks)
-    randoms, when = zip(*writers.each((random_states(), asynchronous)))
-    with writers.as_one():
+    randoms, when = zip(*saving._each((random_states(), asynchronous)))
+    with saving._as_one():
         if len(set(when)) > 1:
             raise MegatrainError(f"asynchronous={list(when)}, by rank: it has to be the same on all")
         _check(rt, model, opt)
         parts = parts_of(rt, model, opt, scheduler, extra, list(randoms), FILE_BYTES)
-    linked = _linked(rt, parts, folder, writers)
-    with writers.as_one():
+        unchanged = parts.unchanged(rt.saved_files, saving.folder)
+    linked = set.intersection(*saving._each(unchanged))
+    with saving._as_one():
         left, need = parts.without(linked)
-        room = _room(rt, folder, need, held_by(left), parse_bytes(spare, "spare"), asynchronous)
+        room = _room(rt, saving.folder, need, held_by(left), parse_bytes(spare, "spare"), asynchronous)
         if dry_run:
-            files = (*(f.name for f in parts.files), *parts.small, manifest.NAME)
-            return SavePlan(need, files, *_tried(folder, need))
-    saving = Saving(folder, progress, writers)
-    saving._begun = begun
-    _begin(rt, saving, parts, linked, asynchronous, room)
+            return _trial(saving.folder, parts, need)
+    saving._begin(rt, parts, linked, asynchronous, room)
     if not asynchronous:
         saving.check()
     return saving
-
-
-# ---- its beginning --------------------------------------------------------------------------------
-
-def _linked(rt: Runtime, parts: Parts, folder: Path, writers: Writers) -> set[str]:
-    """Names of files that are to be the last checkpoint's."""
-    with writers.as_one():
-        names = set.intersection(*writers.each(again.known(parts.files, parts.still, rt.saved_files)))
-        near = again.near(parts.files, names, rt.saved_files, folder) if writers.first else set()
-    return writers.each(near)[0]
-
-
-def _begin(rt: Runtime, saving: Saving, parts: Parts, linked: set[str], asynchronous: bool, spare: int) -> None:
-    """A folder beside the one that it will be, and the work; what was begun is given up where that fails."""
-    writers = saving._writers
-    draft, asked_for = writers.draft(saving.folder), False
-    try:
-        if writers.first:
-            linked = again.link(parts.files, linked, rt.saved_files, draft.path)
-        linked = writers.each(linked)[0]
-        files, _ = parts.without(linked)
-        parts.body["files"] |= {f.name: rt.saved_files[f.header].about for f in parts.files if f.name in linked}
-        saving.bytes = sum(f.nbytes for f in files)
-        located = [f.located(draft.path) for f in files]
-        asked_for = True
-        writers.begin(rt.core, [where for where, _ in located], held_by(files), spare, COPIERS, WRITERS)
-        rt.saving = saving if asynchronous else None   # before its thread is there: start() may be interrupted
-        saving._start(asynchronous, rt.core, weakref.ref(rt), draft, parts, files, located)
-    except BaseException as e:
-        if saving._taken.acquire(blocking=False):            # else its thread goes on with it
-            rt.saving = None
-            # save_begin raises one where it begins nothing; but it may be another process's.
-            if asked_for and (writers.parts > 1 or not isinstance(e, MegatrainError)):
-                give_up(rt.core)
-            draft.drop()
-        if not isinstance(e, Exception):
-            raise
-        raise MegatrainError(f"saving {saving.folder} failed{AS_BEFORE}: {e}") from e
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -203,7 +162,7 @@ def _check(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None) -> 
 def _room(rt: Runtime, folder: Path, need: int, held: list[tuple[int, int]], spare: int | None, asynchronous: bool
           ) -> int:
     """Bytes for blocks that are copied and not yet written. Raises MegatrainError where disk or memory lack room."""
-    where = again.standing_parent(folder)
+    where = standing_parent(folder)
     free = shutil.disk_usage(where).free
     if need > free:
         raise MegatrainError(f"{folder}: the checkpoint takes {show_bytes(need)} and {show_bytes(free)} are free in "
@@ -219,13 +178,13 @@ def _room(rt: Runtime, folder: Path, need: int, held: list[tuple[int, int]], spa
     return spare
 
 
-def _tried(folder: Path, need: int) -> tuple[int, float]:
-    """Bytes that are free where the folder is to be, and bytes/s that are written there."""
+def _trial(folder: Path, parts: Parts, need: int) -> SavePlan:
     draft = manifest.Draft(folder)
     try:
         nbytes = max(min(need, TRIAL_BYTES), LEAST_TRIAL_BYTES)
-        rate = _core.disk_measure(str(draft.path), nbytes, LEAST_TRIAL_BYTES, WRITERS, WRITERS)
-        return shutil.disk_usage(draft.path).free, rate["fresh"]
+        rate = _core.disk_measure(str(draft.path), nbytes, LEAST_TRIAL_BYTES, WRITERS, WRITERS)["fresh"]
+        return SavePlan(need, (*(f.name for f in parts.files), *parts.small, manifest.NAME),
+                        shutil.disk_usage(draft.path).free, rate)
     finally:
         draft.drop()
 
@@ -241,9 +200,14 @@ class Saving:
         held: seconds for which the caller waited: for updates under way, and for what is small to be copied.
     """
 
-    def __init__(self, folder: Path, progress: Callable[[int, int], None] | None, writers: Writers) -> None:
-        self.folder, self.bytes, self._writers = folder, 0, writers
-        self.seconds = self.held = 0.0
+    # Of several processes each writes every so many blocks of all files. All of them see all planes of their machine's
+    # store, so whoever writes a block needs nothing of the others; that a unit's update waits until its bytes are
+    # copied, the engines see to. The first one makes folder and files, has all sums in the end, and gives the name.
+
+    def __init__(self, rt: Runtime, folder: Path, progress: Callable[[int, int], None] | None) -> None:
+        self.folder, self.bytes, self.seconds, self.held = folder, 0, 0.0, 0.0
+        self._ranks = None if rt.ranks is None else rt.ranks.aside()     # a save may end in a thread of its own
+        self._part, self._parts = (0, 1) if rt.ranks is None else (rt.ranks.rank, rt.ranks.size)
         self._progress, self._begun = progress, time.perf_counter()
         self._over = threading.Event()       # not the thread's own: a join that is interrupted takes it for dead
         self._process = os.getpid()          # whose thread it is
@@ -264,31 +228,12 @@ class Saving:
             MegatrainError: it could not be written, and the one before is as it was; or it has its name, and whether
                 that is on the disk is not known.
         """
-        self._wait()
-        self._told = True
-        self._raise()
-        return self
-
-    def check(self) -> None:
-        """Raises what went wrong, unless somebody was told of it; waits for nothing."""
-        if self.over and not self._told:
-            self._told = True
-            self._raise()
-
-    def _finish(self) -> None:
-        """As `check()`, when it is over."""
-        self._wait()
-        self.check()
-
-    def _wait(self) -> None:
         if not self.over and os.getpid() != self._process:
             raise MegatrainError(f"{self.folder}: this process was forked from the one that writes it; wait there")
         self._over.wait()
-
-    def _raise(self) -> None:
-        error = self._error
-        if error is None:
-            return
+        self._told = True
+        if (error := self._error) is None:
+            return self
         if not isinstance(error, Exception):                 # an interruption stays one
             raise error
         if self._named:
@@ -296,26 +241,97 @@ class Saving:
                                  f"{error}") from error
         raise MegatrainError(f"saving {self.folder} failed{AS_BEFORE}: {error}") from error
 
+    def check(self) -> None:
+        """Raises what went wrong, unless somebody was told of it; waits for nothing."""
+        if self.over and not self._told:
+            self.wait()
+
+    # ---- this process, or all that train the model ----
+
+    def _as_one(self) -> AbstractContextManager[None]:
+        """What fails in one fails in all."""
+        return as_one(self._ranks)
+
+    def _each(self, own: Any) -> list[Any]:
+        """What each has, by rank."""
+        return [own] if self._ranks is None else self._ranks.gather(own)
+
+    def _draft(self) -> Any:
+        """A folder beside the one that it will be, made by the first."""
+        with self._as_one():
+            own = None if self._part else manifest.Draft(self.folder)
+        if self._ranks is None:
+            return own
+        path = self._ranks.control.of_first(None if own is None else own.path)
+        with self._as_one():
+            if not path.is_dir():
+                raise MegatrainError(f"{path}, which the first process has made, is not seen on this machine: folders "
+                                     "of checkpoints are on a file system that all machines have")
+        return own or SimpleNamespace(path=path, published=False, drop=lambda: None)     # the first names or drops it
+
     # ---- the work, on the caller's thread or on its own ----
 
-    def _run(self, core: _core.Engine, rt: weakref.ref[Runtime], draft: manifest.Draft, parts: Parts,
-             files: list[TensorFile], _memory: Any) -> None:
+    def _begin(self, rt: Runtime, parts: Parts, linked: set[str], asynchronous: bool, spare: int) -> None:
+        """The work, or its thread; what was begun is given up where that fails."""
+        draft, asked_for = self._draft(), False
+        try:
+            if self._part == 0:
+                linked = parts.link(linked, rt.saved_files, draft.path)
+            linked = self._each(linked)[0]
+            files, _ = parts.without(linked)
+            parts.body["files"] |= {f.name: rt.saved_files[f.header].about for f in parts.files if f.name in linked}
+            self.bytes = sum(f.nbytes for f in files)
+            located = [f.located(draft.path) for f in files]
+            asked_for = True
+            for first in (True, False)[:self._parts]:        # who makes the files, before the others
+                with self._as_one():
+                    if first == (self._part == 0):
+                        rt.core.save_begin([where for where, _ in located], held_by(files), spare, COPIERS, WRITERS,
+                                           self._part, self._parts)
+            rt.saving = self if asynchronous else None   # before its thread is there: start() may be interrupted
+            self._start(asynchronous, rt.core, weakref.ref(rt), draft, parts, files, located)
+        except BaseException as e:
+            if self._taken.acquire(blocking=False):          # else its thread goes on with it
+                rt.saving = None
+                # save_begin raises one where it begins nothing; but it may be another process's.
+                if asked_for and (self._parts > 1 or not isinstance(e, MegatrainError)):
+                    give_up(rt.core)
+                draft.drop()
+            if not isinstance(e, Exception):
+                raise
+            raise MegatrainError(f"saving {self.folder} failed{AS_BEFORE}: {e}") from e
+
+    def _start(self, asynchronous: bool, *work: Any) -> None:
+        self.held = time.perf_counter() - self._begun
+        if asynchronous:
+            with suppress(RuntimeError):     # the system has no thread to give: at once, then
+                threading.Thread(target=lambda: self._taken.acquire(blocking=False) and self._run(*work),
+                                 name=ASIDE).start()         # no daemon: it ends it
+                return
+        self._run(*work)
+        self.held = self.seconds
+        if not isinstance(self._error, Exception):           # an interruption is the caller's, now
+            self.check()
+
+    def _run(self, core: _core.Engine, rt: weakref.ref[Runtime], draft: Any, parts: Parts, files: list[TensorFile],
+             _memory: Any) -> None:
         """files: of the parts' those that are to be written."""
         body = parts.body
         try:
-            with self._writers.as_one():
+            with self._as_one():
                 self._follow(core)
                 own = core.save_end()
-            for f, sums in zip(files, self._writers.sums(own)):
-                body["files"][f.name] = {"bytes": f.nbytes, "sums": sums.hex()}
-            with self._writers.as_one():
-                if self._writers.first:
+            # Of each file all blocks' sums: each process has those of its own, and zeros.
+            for f, sums in zip(files, zip(*self._each(own))):
+                body["files"][f.name] = {"bytes": f.nbytes, "sums": bytes(map(max, zip(*sums))).hex()}
+            with self._as_one():
+                if self._part == 0:
                     for name, data in parts.small.items():
                         manifest.write(draft.path / name, data)
-                    manifest.write(draft.path / manifest.NAME, manifest.dump(body))
+                    manifest.write(draft.path / manifest.NAME, manifest.dump(body))      # last: it has the others' sums
                     draft.publish()
             if (model := rt()) is not None:
-                model.saved_files = again.noted(parts.files, parts.still, self.folder, body)
+                model.saved_files = parts.noted(self.folder)
                 del model
         except BaseException as e:
             self._error, self._named = e, draft.published
@@ -330,70 +346,9 @@ class Saving:
         while not over:
             done, over = core.save_wait(POLL_S)
             if self._progress is not None:
-                self._progress(self.bytes if over else min(done * self._writers.parts, self.bytes), self.bytes)
-
-    def _start(self, asynchronous: bool, *work: Any) -> None:
-        self.held = time.perf_counter() - self._begun
-        if asynchronous:
-            try:
-                threading.Thread(target=lambda: self._taken.acquire(blocking=False) and self._run(*work),
-                                 name=ASIDE).start()         # no daemon: it ends it
-                return
-            except RuntimeError:             # the system has no thread to give: at once, then
-                pass
-        self._run(*work)
-        self.held = self.seconds
-        if not isinstance(self._error, Exception):           # an interruption is the caller's, now
-            self.check()
+                self._progress(self.bytes if over else min(done * self._parts, self.bytes), self.bytes)
 
 
 def give_up(core: _core.Engine) -> None:
-    try:
+    with suppress(MegatrainError):           # it was over, or the engine is gone
         core.save_end()
-    except MegatrainError:                   # it was over, or the engine is gone
-        return
-
-
-class Writers:
-    """Who writes a checkpoint: this process alone, or all that train the model, each every so many blocks of all files.
-
-    All of them see all planes of their machine's store, so whoever writes a block needs nothing of the others; that a
-    unit's update waits until its bytes are copied, the engines see to. The `first` process makes folder and files, has
-    all blocks' sums in the end, and gives the folder its name. Of `parts` this one takes its blocks in turn.
-    """
-
-    def __init__(self, ranks: Ranks | None) -> None:
-        self._ranks = None if ranks is None else ranks.aside()       # a save may end in a thread of its own
-        self.part, self.parts = (0, 1) if ranks is None else (ranks.rank, ranks.size)
-        self.first = self.part == 0
-
-    def as_one(self) -> AbstractContextManager[None]:
-        """What fails in one fails in all."""
-        return as_one(self._ranks)
-
-    def each(self, own: Any) -> list[Any]:
-        """What each has, by rank."""
-        return [own] if self._ranks is None else self._ranks.gather(own)
-
-    def draft(self, folder: Path) -> Any:
-        if self._ranks is None:
-            return manifest.Draft(folder)
-        with self.as_one():
-            own = manifest.Draft(folder) if self.first else None
-        path = self._ranks.control.of_first(None if own is None else own.path)
-        with self.as_one():
-            if not path.is_dir():
-                raise MegatrainError(f"{path}, which the first process has made, is not seen on this machine: folders "
-                                     "of checkpoints are on a file system that all machines have")
-        return own or SimpleNamespace(path=path, published=False, drop=lambda: None)     # the first names or drops it
-
-    def begin(self, core: _core.Engine, *how: Any) -> None:
-        """Engine.save_begin, in the first process before the others: it makes the files."""
-        for turn in (True, False)[:self.parts]:
-            with self.as_one():
-                if turn == self.first:
-                    core.save_begin(*how, self.part, self.parts)
-
-    def sums(self, own: list[bytes]) -> list[bytes]:
-        """Of each file all blocks', where each process has those of its own, and zeros."""
-        return [bytes(map(max, *found)) if len(found) > 1 else found[0] for found in zip(*self.each(own))]

@@ -120,8 +120,8 @@ class Trial:
             name = next(n for n, r in fused.records.items() if r is whole.records[0])
             theirs = bound.pop(whole.records[0])
             if isinstance(theirs, Stack):
-                ring = self.window.runtime.ring
-                same = all(_to_a_rounding(w.experts(name, p.experts), p.theirs(ring)) for p in theirs.stacked.pieces)
+                of = self.window.runtime.ring.strands
+                same = all(_to_a_rounding(w.experts(name, p.experts), whole.of(of(p))) for p in theirs.stacked.pieces)
             else:
                 same = _to_a_rounding(w.joint((name,)), whole.format.dense(theirs, fused.dtype))
             if not same:

@@ -43,7 +43,7 @@ class HandOver:
         self.summed: dict[int, Record] = {}                     # records with a pending device sum
         self.stream = 0                                         # where the last hand-over happened
         self.copied: dict[int, dict[Record, Tensor]] = {}       # by unit: copies of gradients that an update reads
-        self.observer: Any = None                               # an optimizer that updates in backward
+        self.observer: Any = None                               # an optimizer that updates in backward, weakly
         self.looks = False                                      # the backward under way is a look's
 
     def take(self, records: list[Record], use: Use | None, nodes: list[Any],
@@ -201,8 +201,8 @@ class HandOver:
         self.ask_room(sums=False)
         if passing := unit in self.runtime.homes.passing:        # kept nowhere: they must be used at once
             records = [r for r, _ in pairs]
-            who = self.observer
-            why = "nobody who updates in backward is there" if who is None else who.declines(records)
+            why = "nobody who updates in backward is there" if self.observer is None else \
+                "its optimizer is gone" if (who := self.observer()) is None else who._declines(records)
             if any(gradient.standing(r) is not None for r in records):
                 why = "there is a .grad to add to"
             if why:
@@ -247,8 +247,8 @@ class HandOver:
         copied = self.copied.get(unit, {})
         for record in records:
             copied.pop(record, None)                   # the unit's updates are over: the hand-over waited for them
-        if self.observer is not None:
-            self.observer(unit, records)
+        if self.observer is not None and (who := self.observer()) is not None:
+            who._update_now(unit, records)
 
     def window_opens(self) -> None:
         """Half-way through a forward, compute is told to wait for the last gradients of the backward before: they

@@ -76,7 +76,6 @@ class Homes:
             model.ring.cut(unit, asked.experts, model.wholes[unit], at_once=home in (*SETTLED, "disk+weights"))
         model.room.asked = asked
         self.arrivals = Arrivals(model.itself(), [unit for unit in there if asked.homes[unit] == "arrive"])
-        self.arrivals.invite()
 
     def reach(self, ranks: Ranks) -> None:
         """Each process of one machine copies what others have updated from their slots, if all reach all; called by

@@ -159,7 +159,8 @@ class Runtime:
         Interrupted, it is under way still."""
         if self.saving is not None:
             try:
-                self.saving._finish()
+                if not self.saving._told:
+                    self.saving.wait()
             finally:
                 if self.saving._told:
                     self.saving = None

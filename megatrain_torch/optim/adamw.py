@@ -22,31 +22,28 @@ from ..store.records import DTYPES, Record
 from ..store.state import in_backward
 from . import hooks
 from .states import (
+    CODES,
     MOMENTS,
-    LateNorm,
-    StepCount,
+    Late,
     StoreStates,
     addresses,
     apart,
     check_state,
     check_used,
     count_of,
+    decoded,
     fill,
-    lacks_master,
+    follow_weight,
     load_moments,
     load_other,
-    make_master,
     master,
     moment_planes,
-    moments_of,
     set_master,
     source_of,
     stand_there,
     step_other,
 )
 
-COPIED = ("max_grad_norm", "_nonfinite", "_in_backward", "_handed", "_early", "_done",
-          "_norm", "_limit_once", "_steps", "_asked", "_late", "_skipped", "_complaint", "_states", "_keys", "_served")
 REFUSED = ("amsgrad", "differentiable", "capturable")       # of torch's AdamW
 RESULTS_KEPT = 64       # of an engine's updates that may be unread before the oldest is asked for; it keeps 128
 
@@ -160,13 +157,14 @@ class AdamW(torch.optim.Optimizer):
         self._limit_once = math.inf                        # of the next step, beside max_grad_norm
         self._steps = 0                                    # calls of step()
         # Weakly: such a norm asks this optimizer for its value. Of whom nobody has any more, nobody wants it.
-        self._asked: weakref.ref[LateNorm] | None = None      # for the next step; taken over by it
-        self._late: weakref.ref[LateNorm] | None = None       # of the last step
+        self._asked: weakref.ref[Late] | None = None      # for the next step; taken over by it
+        self._late: weakref.ref[Late] | None = None       # of the last step
         self._skipped = 0
         self._complaint = ""
         self._states = states
         self._keys: dict[Tensor, int] = {}                 # what a parameter's rounding is drawn from: its number
         self._served: set[Any] = set()                     # runtimes whose parameters it has, or had
+        self._copied = (*vars(self), "_copied")            # what a copy has beside what torch's has
         if "torch._dynamo" not in sys.modules:
             # torch imports it as the first optimizer of a process is made, and keeps a traceback whose frames would
             # hold that optimizer, its parameters and so the store: a thread's hold nothing.
@@ -214,7 +212,7 @@ class AdamW(torch.optim.Optimizer):
             self._keys.setdefault(p, len(self._keys))
         self._known = ids
         for rt in self._runtimes() if self._in_backward else ():
-            rt.handover.observer = _Observer(self)           # models tell of their gradients in backward
+            rt.handover.observer = weakref.ref(self)         # models tell of their gradients in backward
 
     # ---- stepping ----
 
@@ -241,9 +239,9 @@ class AdamW(torch.optim.Optimizer):
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         for rt in self._served:
             rt.handover.broken_off()
-        self._catch_up()
+        self._catch_up()                     # waits for the gradients of the step before, not for its updates
         self._take_states()
-        fill(self._late)
+        fill(self._late)                     # somebody may hold it: from here on `_norm` is this step's
         self._late, self._asked = self._asked, None
         self._steps += 1
         complaint, self._complaint = self._complaint, ""
@@ -375,7 +373,7 @@ class AdamW(torch.optim.Optimizer):
             used = {p for p in mine if p.grad is not None}
         return theirs == used and mine <= set(params) and not self._gradients_elsewhere()
 
-    def clip_next(self, limit: float) -> LateNorm:
+    def clip_next(self, limit: float) -> Late:
         """The next step() clips the global norm of its gradients to this; they stay as they are until then.
 
         Returns:
@@ -399,7 +397,7 @@ class AdamW(torch.optim.Optimizer):
             self._catch_up()                   # the step was just the next: a later one takes the norm before it begins
             return self._norm or 0.0
 
-        norm = LateNorm.of(find)
+        norm = Late.of(find)
         self._limit_once, self._asked = limit, weakref.ref(norm)
         return norm
 
@@ -458,8 +456,7 @@ class AdamW(torch.optim.Optimizer):
         elif record.optimizer() is not self:
             raise MegatrainError(f"{record.name}: its AdamW states belong to another mt.AdamW by now; "
                                  "use one optimizer")
-        if record.master_writes != record.writes:
-            self._follow_weight(record)
+        follow_weight(record)
         record.exact, record.master_writes = None, record.writes
         if not passing and record.unit in rt.homes.passing:
             raise MegatrainError(f"{record.name}: it has a .grad of its own, and plan={{'grads': 'none'}} has no place "
@@ -470,21 +467,6 @@ class AdamW(torch.optim.Optimizer):
         return record, step, (record.index, *usual, count_of(step, record.name) + 1, maximize, address,
                               DTYPES[record.dtype], int(changed), self._keys[p])
 
-    @staticmethod
-    def _follow_weight(record: Record) -> None:
-        """The weight was set: its master follows; of a unit on device or disk all do, one unit at a time."""
-        if not lacks_master(record):
-            return
-        rt = record.runtime
-        away, mates = rt.homes.away(record.unit), rt.units[record.unit]
-        for r in mates if away else [record]:
-            if r is record or (r.was_trainable and r.optimizer in (None, record.optimizer) and lacks_master(r)):
-                make_master(r)
-                r.master_writes = r.writes
-        if away:
-            rt.planes.notice_writes(mates)           # whose copies go now
-            rt.homes.take(record.unit)
-
     def _begin_state(self, p: StreamedParameter, record: Record, keep: bool = False) -> StoreStates:
         """States over new planes, which are zero; keep: with the moments that are in them."""
         record.runtime.states_chosen = True
@@ -494,7 +476,8 @@ class AdamW(torch.optim.Optimizer):
             there.reset()
         else:
             moments = {name: guard(record.view(plane), record) for name, plane in moment_planes(record).items()}
-            there = self.state[p] = StoreStates(record, {"step": StepCount.of(self._catch_up), **moments})
+            step = Late.of(weakref.WeakMethod(self._catch_up))
+            there = self.state[p] = StoreStates(record, {"step": step, **moments})
         if record.optimizer is not None and not keep:
             record.runtime.planes.wait_used(record)
             record.runtime.planes.own_states(record)
@@ -508,14 +491,11 @@ class AdamW(torch.optim.Optimizer):
     def _take_states(self) -> None:
         """What was put into self.state in the place of the store's own, tensors or whole dicts, is copied into the
         store. Raises MegatrainError where a moment is missing, or of another shape, or the count is no number."""
-        put = [p for p, values in self.state.items() if isinstance(p, StreamedParameter) and values
-               and p._mt.runtime in self._served and not (isinstance(values, StoreStates) and values.are_own(p._mt))]
-        if not put:
-            return
-        planes = {address for p in self.state if isinstance(p, StreamedParameter) for address in addresses(p._mt)}
-        found = [(p, apart(p, check_state(p._mt.name, p.shape, self.state[p]), planes)) for p in put]
-        for p, values in found:
-            self._load_one(p, values, self._keys[p])
+        put = [p for p, s in self.state.items() if isinstance(p, StreamedParameter) and s
+               and p._mt.runtime in self._served and not (isinstance(s, StoreStates) and s.record is p._mt
+                                                          and all(s.get(name) is t for name, t in s.own.items()))]
+        if put:
+            self._load([(p, check_state(p._mt.name, p.shape, self.state[p]), self._keys[p]) for p in put])
 
     # ---- updating inside backward ----
 
@@ -543,6 +523,13 @@ class AdamW(torch.optim.Optimizer):
         for record, _, _ in works:
             self._done[record.pid] = _numbers(groups[record.param])
 
+    def _declines(self, records: list[Record]) -> str:
+        """Why it will not use these gradients in backward; "": it will."""
+        known = {p for g in self.param_groups for p in g["params"]}
+        if missing := [r for r in records if r.param not in known]:
+            return f"the optimizer does not have {missing[0].name}"
+        return "this is a second backward before step()" if any(r.pid in self._done for r in records) else ""
+
     # ---- copies ----
 
     def __getstate__(self) -> dict[str, Any]:
@@ -554,7 +541,7 @@ class AdamW(torch.optim.Optimizer):
         if self._served:
             raise MegatrainError("an mt.AdamW of streamed parameters can be neither copied nor pickled: its states are "
                                  "in the model's store; use state_dict(), or mt.save")
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in COPIED}}
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in self._copied}}
 
     # ---- saving and loading ----
 
@@ -599,7 +586,8 @@ class AdamW(torch.optim.Optimizer):
             return tuple(self.state[p][name].to(torch.float32, copy=True) for name in MOMENTS)
         p._mt.runtime.planes.wait_used(p._mt)
         p._mt.runtime.planes.bring_states(p._mt)
-        return moments_of(p._mt)
+        found = {name: p._mt.view(plane) for name, plane in moment_planes(p._mt).items()}
+        return decoded(p.shape, p._mt.stride, found) if CODES[0] in found else tuple(t.clone() for t in found.values())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a state_dict of mt.AdamW, of any `states`, or of torch.optim.AdamW into the store.
@@ -615,21 +603,21 @@ class AdamW(torch.optim.Optimizer):
         for rt in self._runtimes():
             rt.core.drain()
         self._catch_up()
-        saved = {k: v for k, v in state_dict.items() if k != "state"}
+        super().load_state_dict({**{k: v for k, v in state_dict.items() if k != "state"}, "state": {}})
         flat = [p for g in self.param_groups for p in g["params"]]
-        kept = {address for p in flat if isinstance(p, StreamedParameter) for address in addresses(p._mt)}
-        found = {index: apart(flat[index], values, kept) for index, values in state_dict["state"].items()}
-        super().load_state_dict({**saved, "state": {}})
-        for index, values in found.items():
-            self._load_one(flat[index], values, values.get("key", index))
+        self._load([(flat[index], values, values.get("key", index)) for index, values in state_dict["state"].items()])
 
-    def _load_one(self, p: Tensor, values: dict[str, Any], key: int) -> None:
-        if not isinstance(p, StreamedParameter):
-            self.state[p] = load_other(p, values)
-            return
-        record = p._mt
-        with torch.no_grad():
-            there = stand_there(record, values)
+    @torch.no_grad()
+    def _load(self, given: list[tuple[Tensor, dict[str, Any], int]]) -> None:
+        """States of parameters, with their keys. What of them lies in planes is copied before any of these is
+        written."""
+        known = {*self.state, *(p for g in self.param_groups for p in g["params"])}
+        planes = {at for p in known if isinstance(p, StreamedParameter) for at in addresses(p._mt)}
+        for p, values, key in [(p, apart(p, values, planes), key) for p, values, key in given]:
+            if not isinstance(p, StreamedParameter):
+                self.state[p] = load_other(p, values)
+                continue
+            record, there = p._mt, stand_there(p._mt, values)
             count = count_of(values["step"], record.name)
             self._begin_state(p, record, keep=there)
             self.state[p]["step"].fill_(count)
@@ -644,33 +632,6 @@ class AdamW(torch.optim.Optimizer):
         found = {id(p._mt.runtime): p._mt.runtime for g in self.param_groups for p in g["params"]
                  if isinstance(p, StreamedParameter)}
         return list(found.values())
-
-
-class _Observer:
-    """What a runtime calls in backward; it does not keep the optimizer alive."""
-
-    def __init__(self, optimizer: AdamW) -> None:
-        self._optimizer = weakref.ref(optimizer)
-
-    def __call__(self, unit: int, records: list[Record]) -> None:
-        alive = self._optimizer()
-        if alive is not None:
-            alive._update_now(unit, records)
-
-    def has_used(self, record: Record) -> bool:
-        """It updated with the gradient that stands."""
-        alive = self._optimizer()
-        return alive is not None and record.pid in alive._done
-
-    def declines(self, records: list[Record]) -> str:
-        """Why it will not use these gradients; "": it will."""
-        alive = self._optimizer()
-        if alive is None:
-            return "its optimizer is gone"
-        known = {p for g in alive.param_groups for p in g["params"]}
-        if missing := [r for r in records if r.param not in known]:
-            return f"the optimizer does not have {missing[0].name}"
-        return "this is a second backward before step()" if any(r.pid in alive._done for r in records) else ""
 
 
 def _numbers(group: dict[str, Any]) -> tuple[float, ...]:

@@ -28,25 +28,25 @@ from ..store.guard import StreamedParameter, take_back
 def clips(kind: type[torch.optim.Optimizer]) -> None:
     """Once accelerate is imported, for as long as a model is streamed. kind: mt.AdamW."""
     cls = getattr(sys.modules.get("accelerate"), "Accelerator", None)
+
+    def patch() -> Callable[[], None]:
+        own = cls.clip_grad_norm_
+
+        @functools.wraps(own)
+        def clip_grad_norm_(self: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            optimizers = [o.optimizer for o in self._optimizers]
+            # Is it certain which optimizer makes the next step?
+            certain = len(optimizers) == 1 and self.sync_gradients and self.scaler is None
+            if norm_type == 2 and max_norm > 0 and certain and isinstance(optimizers[0], kind) \
+                    and optimizers[0].clips_alone(parameters):
+                return optimizers[0].clip_next(float(max_norm))
+            return own(self, parameters, max_norm, norm_type)
+
+        return patches.replaced(cls, "clip_grad_norm_", clip_grad_norm_)
+
     if cls is not None:
-        patches.once("Accelerator.clip_grad_norm_", lambda: _patch(cls, kind))
-
-
-def _patch(cls: Any, kind: type[torch.optim.Optimizer]) -> Callable[[], None]:
-    own = cls.clip_grad_norm_
-
-    @functools.wraps(own)
-    def clip_grad_norm_(self: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        optimizers = [o.optimizer for o in self._optimizers]
-        # Is it certain which optimizer makes the next step?
-        certain = len(optimizers) == 1 and self.sync_gradients and self.scaler is None
-        if norm_type == 2 and max_norm > 0 and certain and isinstance(optimizers[0], kind) \
-                and optimizers[0].clips_alone(parameters):
-            return optimizers[0].clip_next(float(max_norm))
-        return own(self, parameters, max_norm, norm_type)
-
-    return patches.replaced(cls, "clip_grad_norm_", clip_grad_norm_)
+        patches.once("Accelerator.clip_grad_norm_", patch)
 
 
 def watch(ours: type[torch.optim.Optimizer]) -> None:

@@ -27,10 +27,28 @@ CODES = ("exp_avg_codes", "exp_avg_sq_codes", "scales")       # 8 bits
 # ---- numbers that are known when a step's gradients have landed ----
 
 class Late(Tensor):
-    """What is done with it waits until it is known: `settle`."""
+    """[] fp32: what is done with it waits until it is known. Either the norm of a step's gradients, which `find` gives,
+    once; or a count of steps, one of which counts until `find`, a method held weakly, has looked whether it was
+    skipped, and taken it back then."""
+
+    find: Callable[[], Any] | None
+
+    @staticmethod
+    def of(find: Callable[[], Any]) -> Late:
+        out = torch.zeros(()).as_subclass(Late)
+        out.find = find
+        return out
 
     def settle(self) -> None:
-        raise NotImplementedError
+        if isinstance(self.find, weakref.WeakMethod):
+            if (look := self.find()) is not None:
+                look()
+            return
+        find, self.find = self.find, None
+        if find is not None:
+            value = find()                   # reads gradients: their guards must be on
+            with torch._C.DisableTorchFunctionSubclass():
+                self.fill_(value)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -42,50 +60,6 @@ class Late(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-
-class LateNorm(Late):
-    """[] fp32: the norm of a step's gradients."""
-
-    _find: Callable[[], float] | None
-
-    def settle(self) -> None:
-        find, self._find = self._find, None
-        if find is not None:
-            value = find()                   # reads gradients: their guards must be on
-            with torch._C.DisableTorchFunctionSubclass():
-                self.fill_(value)
-
-    @staticmethod
-    def of(find: Callable[[], float]) -> LateNorm:
-        out = torch.zeros(()).as_subclass(LateNorm)
-        out._find = find
-        return out
-
-
-def fill(norm: weakref.ref[LateNorm] | None) -> None:
-    """Its value is there from now on, if somebody has it."""
-    alive = None if norm is None else norm()
-    if alive is not None:
-        alive.settle()
-
-
-class StepCount(Late):
-    """[] fp32: steps taken. A step that is skipped counts until the gradients are home: who reads it waits for them."""
-
-    _find: weakref.WeakMethod[Callable[[], None]]
-
-    @staticmethod
-    def of(find: Callable[[], None]) -> StepCount:
-        """find: a method that takes back what was skipped; its object is not kept alive."""
-        out = torch.zeros(()).as_subclass(StepCount)
-        out._find = weakref.WeakMethod(find)
-        return out
-
-    def settle(self) -> None:
-        find = self._find()
-        if find is not None:
-            find()
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         self.settle()
         return plain(self).__reduce_ex__(protocol)
@@ -93,6 +67,12 @@ class StepCount(Late):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         self.settle()
         return plain(self).clone()
+
+
+def fill(norm: weakref.ref[Late] | None) -> None:
+    """Its value is there from now on, if somebody has it."""
+    if norm is not None and (alive := norm()) is not None:
+        alive.settle()
 
 
 def count_of(step: Any, name: str) -> int:
@@ -117,9 +97,6 @@ class StoreStates(dict[str, Any]):
         self.update(self.own)
         self.own["step"].zero_()
 
-    def are_own(self, record: Record) -> bool:
-        return record is self.record and all(self.get(name) is t for name, t in self.own.items())
-
     def __setitem__(self, name: str, value: Any) -> None:
         own = self.own.get(name)
         if isinstance(value, Tensor) and not value.is_cpu and own is not None and own.shape == value.shape:
@@ -140,15 +117,6 @@ def moment_planes(record: Record) -> dict[str, str]:
 
 def _fp32_pair(shape: Any, stride: Any) -> list[Tensor]:
     return [torch.empty_strided(shape, stride, dtype=torch.float32) for _ in range(2)]
-
-
-def moments_of(record: Record) -> tuple[Tensor, Tensor]:
-    """Both moments in fp32: [shape], copies. Their planes are current."""
-    m, v = _fp32_pair(record.shape, record.stride)
-    if record.runtime.states == "fp32":
-        return m.copy_(record.view("M")), v.copy_(record.view("V"))
-    _core.codes_get(*addresses(record), m.data_ptr(), v.data_ptr(), record.numel)
-    return m, v
 
 
 def load_moments(record: Record, values: dict[str, Any]) -> None:
@@ -245,20 +213,30 @@ def lacks_master(record: Record) -> bool:
     return record.dtype == torch.float16 or bool(record.low_bytes and record.master_writes >= 0)
 
 
-def make_master(record: Record) -> None:
-    """Of a parameter that lacks one: its own values are it."""
-    planes = record.runtime.planes
-    planes.wait_updates(record)
-    planes.own_states(record)
-    exact, record.exact = record.exact, None
-    if exact is not None and record.writes == 0:
-        set_master(record.param, exact)      # what lies just between two bf16 values may become the other one
+def follow_weight(record: Record) -> None:
+    """The master of a weight that was set follows it; of a unit on device or disk all do, one unit at a time."""
+    if not lacks_master(record):
         return
-    if record.dtype == torch.float16:
-        record.view("MASTER").copy_(record.host)
-    else:
-        record.view("LO").zero_()
-    planes.push(record, "MASTER" if record.dtype == torch.float16 else "LO")
+    rt, unit = record.runtime, record.unit
+    for r in rt.units[unit] if rt.homes.away(unit) else [record]:
+        if r is not record and not (r.was_trainable and r.optimizer in (None, record.optimizer) and lacks_master(r)):
+            continue
+        rt.planes.wait_updates(r)
+        rt.planes.own_states(r)
+        exact, r.exact = r.exact, None
+        if exact is not None and r.writes == 0:
+            set_master(r.param, exact)       # what lies just between two bf16 values may become the other one
+        else:
+            plane = master_plane(r)
+            if plane == "MASTER":
+                r.view(plane).copy_(r.host)
+            else:
+                r.view(plane).zero_()
+            rt.planes.push(r, plane)
+        r.master_writes = r.writes
+    if rt.homes.away(unit):
+        rt.planes.notice_writes(rt.units[unit])      # whose copies go now
+        rt.homes.take(unit)
 
 
 def master(p: StreamedParameter) -> Tensor:

@@ -11,7 +11,6 @@ smallest changes that fit, each alone; nothing was changed by then.
 """
 from __future__ import annotations
 
-import bisect
 import ctypes
 import dataclasses
 import gc
@@ -19,7 +18,6 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +37,7 @@ from ..base.units import Group
 from ..figures.tables import as_text, bytes_table
 from ..group.ranks import Ranks, as_one
 from ..store.disk import DISK_BUFFERS, buffer_bytes, file_bytes
+from ..store.tensorfiles import Mapped
 from .tally import PLANES_OF, SETTLED, Asked
 
 TRIM_BYTES = 64 << 20       # of the module's own tensors, given back before malloc is asked to give back too
@@ -74,15 +73,9 @@ def own_bytes(groups: list[Group]) -> list[int]:
                 storage = p.untyped_storage()
                 storages[storage.data_ptr()] = (i, storage.nbytes())     # gone with the last unit that has it
     found = [sum(p.nbytes for _, p in own if p.is_meta) for _, own in groups]
-    try:                                                    # addresses of this process that are a file's, ascending
-        maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
-    except OSError:
-        maps = []
-    files = [(int(begin, 16), int(end, 16)) for span, _, _, _, inode, *_ in maps if inode != "0"
-             for begin, end in [span.split("-")]]
+    mapped = Mapped()
     for address, (i, n) in storages.items():
-        at = bisect.bisect_right(files, (address, math.inf)) - 1
-        found[i] += 0 if at >= 0 and address < files[at][1] else n
+        found[i] += 0 if mapped.holds(address) else n
     return found
 
 

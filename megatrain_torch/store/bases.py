@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base import patches
 from ..base.codes import FP8_BLOCK, NF4_BLOCK, Coded, coded, nf4_strands, to_fp8
 from ..base.errors import MegatrainError
 from ..base.units import output_embeddings
@@ -36,7 +37,9 @@ def with_base(cls: Any, path: str | Path, base: str, dtype: torch.dtype | None, 
     config = tf.AutoConfig.from_pretrained(path)
     check_base(config, path, base)
     how = {"dtype": dtype or "auto", "device_map": "cpu", **kwargs}
-    with _kept(tf, base, bool(_method(config))), _in_pages_of_their_own():
+    with _in_pages_of_their_own(), contextlib.ExitStack() as meanwhile:
+        for attribute in _makers() if base == "nf4" else _keepers(tf, base) if _method(config) else ():
+            meanwhile.callback(patches.replaced(*attribute))
         found = cls.from_pretrained(path, **how, **_settings(tf, base, config, dtype or config.dtype))
         model = found[0] if isinstance(found, tuple) else found
         if base == "nf4":
@@ -47,19 +50,6 @@ def with_base(cls: Any, path: str | Path, base: str, dtype: torch.dtype | None, 
         p.requires_grad_(False)
     vars(model).pop("hf_device_map", None)               # where it was made; accelerate would have it trained there
     return found
-
-
-@contextlib.contextmanager
-def _replaced(*those: tuple[Any, str, Any]) -> Iterator[None]:
-    """Meanwhile these attributes (of what, name, value) are others."""
-    before = [(of, name, getattr(of, name)) for of, name, _ in those]
-    for of, name, value in those:
-        setattr(of, name, value)
-    try:
-        yield
-    finally:
-        for of, name, value in before:
-            setattr(of, name, value)
 
 
 _MMAP_THRESHOLD, _OWN_BYTES, _USUAL_BYTES = -3, 1 << 20, 32 << 20      # mallopt's name; the last is where glibc ends up
@@ -130,36 +120,23 @@ def _settings(tf: Any, base: str, config: Any, dtype: torch.dtype | None) -> dic
     return expands(config)
 
 
-def _kept(tf: Any, base: str, there: bool) -> contextlib.AbstractContextManager[None]:
-    """Meanwhile codes are kept, or made, as transformers reads. there: a checkpoint has them. Raises MegatrainError
-    where this version of transformers reads them in another way."""
-    if base == "nf4":
-        return _made_as_read()
-    from transformers.integrations import finegrained_fp8, mxfp4
-    if not there or (hasattr(finegrained_fp8, "Fp8Dequantize") and hasattr(mxfp4, "dequantize_convertops")):
-        return _kept_as_read() if there else contextlib.nullcontext()
-    raise MegatrainError(f"base={base!r}: transformers {tf.__version__} expands a checkpoint's codes in a way that is "
-                         "not known here; that of 5.17 to 5.23 is")
+# What is replaced while a model is read: (module or class, name, value).
+Attributes = Iterator[tuple[Any, str, Any]]
 
 
-def _made_as_read() -> contextlib.AbstractContextManager[None]:
-    """Codes are made here; experts that transformers has put together become codes before it does so with the next."""
-    try:
+def _makers() -> Attributes:
+    """bitsandbytes' quantize_4bit makes codes by our op; experts that transformers has put together become codes before
+    it does so with the next."""
+    with contextlib.suppress(ImportError):               # before 5 it puts none together
         loading: Any = importlib.import_module("transformers.core_model_loading")
-    except ImportError:                                  # before 5: it puts none together
-        return made_here()
-    own = loading.set_param_for_module
+        put = loading.set_param_for_module
 
-    def put(model: nn.Module, name: str, value: Tensor, *rest: Any, **more: Any) -> Any:
-        return own(model, name, value if (made := _nf4(name, value)) is None else made, *rest, **more)
+        def set_param_for_module(model: nn.Module, name: str, value: Tensor, *rest: Any, **more: Any) -> Any:
+            return put(model, name, value if (made := _nf4(name, value)) is None else made, *rest, **more)
 
-    return made_here((loading, "set_param_for_module", put))
-
-
-def made_here(*others: tuple[Any, str, Any]) -> contextlib.AbstractContextManager[None]:
-    """Meanwhile bitsandbytes' quantize_4bit, where it is there, makes codes by our op; and `others` are replaced."""
+        yield loading, "set_param_for_module", set_param_for_module
     if importlib.util.find_spec("bitsandbytes") is None:
-        return _replaced(*others)
+        return
     package: Any = importlib.import_module("bitsandbytes.functional")
     own = package.quantize_4bit
 
@@ -180,48 +157,45 @@ def made_here(*others: tuple[Any, str, Any]) -> contextlib.AbstractContextManage
             known |= {"offset": offset, "state2": state}
         return codes.unsqueeze(1), package.QuantState(absmax=scales, **known)
 
-    return _replaced((package, "quantize_4bit", quantize_4bit), *others)
+    yield package, "quantize_4bit", quantize_4bit
 
 
 _KNOWN = {"blocksize", "compress_statistics", "quant_type", "quant_storage"}         # of quantize_4bit's arguments
 
 
-def _kept_as_read() -> contextlib.AbstractContextManager[None]:
-    """transformers expands what it reads of fp8 and MXFP4: meanwhile codes are what it gets, which stand for that."""
+def _keepers(tf: Any, base: str) -> Attributes:
+    """transformers expands what it reads of fp8 and MXFP4: codes are what it gets, which stand for that. Raises
+    MegatrainError where this version of it reads them in another way."""
     from transformers.integrations import finegrained_fp8, mxfp4
+    if not (hasattr(finegrained_fp8, "Fp8Dequantize") and hasattr(mxfp4, "dequantize_convertops")):
+        raise MegatrainError(f"base={base!r}: transformers {tf.__version__} expands a checkpoint's codes in a way that "
+                             "is not known here; that of 5.17 to 5.23 is")
     own = finegrained_fp8.Fp8Dequantize._dequantize_one
 
     def keep_fp8(self: Any, codes: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None) -> Tensor:
-        eight = _eight_bits(codes)
-        if eight is None or scales.dtype != torch.float32 or scales.dim() != codes.dim():
+        # Some versions of transformers have widened codes by now, which is exact.
+        eight = codes.to(torch.float8_e4m3fn) if codes.dtype in _WIDENED else None
+        if eight is None or scales.dtype != torch.float32 or scales.dim() != codes.dim() \
+                or not torch.equal(eight.to(torch.float32), codes.to(torch.float32)):
             return own(self, codes, scales, output_dtype)
         block = getattr(self.hf_quantizer.quantization_config, "weight_block_size", None) or (1, 1)
         ends = zip(codes.shape[-2:], block, scales.shape[-2:])
         if any(n % size and blocks == n // size + 1 for n, size, blocks in ends):
-            return _with_less_at_ends(eight, scales, block, output_dtype)
+            # The last rows or columns of blocks reach beyond the matrix. DeepSeek-V3 has one of 576 rows, of which
+            # transformers refuses the scales: it is read as the 16-bit weights that its codes stand for.
+            for dim, size in zip((-2, -1), block):
+                scales = scales.repeat_interleave(size, dim).narrow(dim, 0, codes.shape[dim])
+            return (eight.to(torch.float32) * scales).to(output_dtype or torch.bfloat16)
         return nn.Parameter(Coded(eight, scales, "fp8", output_dtype or torch.bfloat16), requires_grad=False)
 
     def keep_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
         return nn.Parameter(Coded(blocks, scales, "mxfp4", dtype), requires_grad=False)
 
-    return _replaced((finegrained_fp8.Fp8Dequantize, "_dequantize_one", keep_fp8),
-                     (mxfp4, "dequantize_convertops", keep_mxfp4))
+    yield finegrained_fp8.Fp8Dequantize, "_dequantize_one", keep_fp8
+    yield mxfp4, "dequantize_convertops", keep_mxfp4
 
 
-def _with_less_at_ends(codes: Tensor, scales: Tensor, block: list[int], dtype: torch.dtype | None) -> Tensor:
-    """The 16-bit weights of a matrix that the last rows or columns of blocks reach beyond. DeepSeek-V3 has one of 576
-    rows, of which transformers refuses the scales."""
-    for dim, size in zip((-2, -1), block):
-        scales = scales.repeat_interleave(size, dim).narrow(dim, 0, codes.shape[dim])
-    return (codes.to(torch.float32) * scales).to(dtype or torch.bfloat16)
-
-
-def _eight_bits(codes: Tensor) -> Tensor | None:
-    """In E4M3; None: they are not. Some versions of transformers have widened them by then, which is exact."""
-    if codes.dtype not in (torch.float8_e4m3fn, torch.bfloat16, torch.float32):
-        return None
-    eight = codes.to(torch.float8_e4m3fn)
-    return eight if torch.equal(eight.to(torch.float32), codes.to(torch.float32)) else None
+_WIDENED = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 
 
 def _nf4(name: str, w: Tensor) -> nn.Parameter | None:
@@ -270,8 +244,12 @@ def shape_codes(model: nn.Module, config: Any, base: str, dtype: torch.dtype) ->
     _codes_of(model, base, name)
 
 
+FORMS = "bitsandbytes.forms"         # not a module of the package: formats are known by the names of classes
+
+
 def _shape_by_bitsandbytes(model: Any, base: str, dtype: torch.dtype) -> None:
-    """As transformers' replace_with_bnb_linear and its quantizer leave a model; bitsandbytes need not be there."""
+    """As transformers' replace_with_bnb_linear and its quantizer leave a model, by classes of the same names that have
+    the form alone: the package need not be there."""
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.base import get_keys_to_not_convert
     from transformers.quantizers.quantizers_utils import should_convert_module
@@ -279,51 +257,30 @@ def _shape_by_bitsandbytes(model: Any, base: str, dtype: torch.dtype) -> None:
     def some(n: tuple[int, ...], kind: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(n, dtype=kind, device="meta")
 
+    sys.modules.setdefault(FORMS, sys.modules[__name__])
+    of_linear, of_weight = ("Linear4bit", "Params4bit") if base == "nf4" else ("Linear8bitLt", "Int8Params")
+    of_linear = type(of_linear, (_Form,), {"__module__": FORMS, "forward": _Form.forward})
+    of_weight = type(of_weight, (nn.Parameter,), {"__module__": FORMS})
     rest = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]
     for name, m in list(model.named_modules()):
         if type(m) not in (nn.Linear, Conv1D) or not should_convert_module(name, rest):
             continue
         rows, columns = m.weight.shape if type(m) is nn.Linear else m.weight.shape[::-1]
         with torch.device("meta"):
-            linear = (_forms("Linear4bit", columns, rows, m.bias is not None, dtype) if base == "nf4" else
-                      _forms("Linear8bitLt", columns, rows, m.bias is not None, has_fp16_weights=False))
-        linear.to(dtype)
+            linear = _Form(columns, rows, m.bias is not None).to(dtype)
         if base == "nf4":        # double quantisation: a scale of a byte for 64 weights, an fp32 one for 256 of these
             blocks = -(-rows * columns // 64)
-            nested = _forms("QuantState", absmax=some((-(-blocks // 256),)), code=some((256,)), blocksize=256,
-                            dtype=torch.float32)
-            linear.quant_state = _forms(
-                "QuantState", absmax=some((blocks,), torch.uint8), shape=torch.Size((rows, columns)), code=some((16,)),
-                blocksize=64, quant_type="nf4", dtype=dtype, offset=some(()), state2=nested)
-            linear.weight = _forms("Params4bit", some((-(-rows * columns // 2), 1), torch.uint8), requires_grad=False,
-                                   quant_state=linear.quant_state, blocksize=64, compress_statistics=True,
-                                   quant_type="nf4", bnb_quantized=True)
+            nested = types.SimpleNamespace(absmax=some((-(-blocks // 256),)), code=some((256,)), blocksize=256)
+            state = types.SimpleNamespace(
+                absmax=some((blocks,), torch.uint8), shape=torch.Size((rows, columns)), code=some((16,)), blocksize=64,
+                quant_type="nf4", dtype=dtype, offset=some(()), state2=nested)
+            codes, about = some((-(-rows * columns // 2), 1), torch.uint8), {"quant_state": state}
+            linear.compute_dtype = dtype
         else:
-            linear.weight = _forms("Int8Params", some((rows, columns), torch.int8), requires_grad=False,
-                                   has_fp16_weights=False, SCB=some((rows,)))
+            codes, about = some((rows, columns), torch.int8), {"has_fp16_weights": False, "SCB": some((rows,))}
+        linear.__class__, linear.weight = of_linear, torch.Tensor._make_subclass(of_weight, codes, False)
+        vars(linear.weight).update(about)
         model.set_submodule(name, linear)
-
-
-FORMS = "bitsandbytes.forms"         # not a module of the package: formats are known by the names of classes
-
-
-def _forms(name: str, *args: Any, **kwargs: Any) -> Any:
-    """An object of bitsandbytes' class of this name; without the package one of a class of the same name that has the
-    form alone."""
-    if importlib.util.find_spec("bitsandbytes") is not None:
-        package = importlib.import_module("bitsandbytes")
-        return getattr(package.functional if name == "QuantState" else package.nn, name)(*args, **kwargs)
-    sys.modules.setdefault(FORMS, sys.modules[__name__])
-    if name == "QuantState":
-        return types.SimpleNamespace(**{"state2": None} | kwargs)
-    if name.startswith("Linear"):
-        made = _Form(*args[:3])
-        made.compute_dtype, made.state = args[3] if args[3:] else None, types.SimpleNamespace(SCB=None)
-        made.__class__ = type(name, (_Form,), {"__module__": FORMS, "forward": _Form.forward})
-        return made
-    made = torch.Tensor._make_subclass(type(name, (nn.Parameter,), {"__module__": FORMS}), args[0], False)
-    made.__dict__.update(kwargs)
-    return made
 
 
 class _Form(nn.Linear):

@@ -80,7 +80,7 @@ def peek(record: Record) -> Tensor | None:
     grad = standing(record)
     if grad is None or grad is not record.late:
         return grad
-    record.runtime.planes.wait_grads(record)
+    record.runtime.core.wait_grads(record.unit)     # the copies from the device have landed
     record.runtime.planes.wait_used(record)         # an update may still read what the caller is about to change
     return record.view("GRAD")
 
@@ -97,7 +97,7 @@ def show(record: Record) -> Tensor:
     """A late gradient becomes a shown one; of one used in backward a copy, so that step() sees a late change."""
     grad = peek(record)
     observer = record.runtime.handover.observer
-    if observer is not None and observer.has_used(record):
+    if observer is not None and (who := observer()) is not None and record.pid in who._done:
         with torch.inference_mode(False):
             grad = record.view("GRAD").clone()
     elif record.numel:

@@ -106,7 +106,7 @@ class HostTensor(Tensor):
 def _guarded_call(func: Any, args: Any, kwargs: Any) -> Any:
     guarded, written = _guarded(args, kwargs), _written(func, args, kwargs)
     for g in guarded:
-        _current(g)
+        _current(g)                      # what is under way in their units is over, and values are in host memory
     weights = [g._mt for g in written if g._mt.owns(plain(g))]
     states = [g._mt for g in written if not g._mt.owns(plain(g))]        # the optimizer's
     for record in weights:

@@ -71,9 +71,6 @@ class Planes:
         else:
             self.core.updated(record.unit)
 
-    def wait_grads(self, record: Record) -> None:
-        self.core.wait_grads(record.unit)
-
     def bring_states(self, record: Record) -> None:
         """Host copies of masters and moments become current, where another place has the newer ones."""
         homes = self._homes
@@ -150,7 +147,8 @@ class Planes:
 
 
 class Arrivals:
-    """The stays of one streamed model's guests; `units` are those whose states come and leave."""
+    """The stays of one streamed model's guests; `units` are those whose states come and leave. Made before anything but
+    their weights was asked for."""
 
     def __init__(self, runtime: Runtime, units: Iterable[int]) -> None:
         self._runtime = weakref.ref(runtime)
@@ -160,11 +158,8 @@ class Arrivals:
         self._opened = 0                                 # windows since a step was asked for
         self._handed: list[int] = []                     # units in the order of their hand-overs since the last step
         self._due: dict[int, list[int]] = {}             # number of hand-overs: units whose states are asked for then
-
-    def invite(self) -> None:
-        """Before anything but the weights of these units was asked for."""
         for unit in self.units:
-            self._runtime().core.invite(unit)
+            runtime.core.invite(unit)
 
     def handed(self, unit: int) -> None:
         """Gradients of a unit leave its window. Runs in autograd's thread."""
@@ -192,17 +187,19 @@ class Arrivals:
 
     def leave(self) -> None:
         """A window of a forward opens: memory is given back whose states are in host memory again."""
-        core = self._runtime().core
         self._opened += 1
         for unit in list(self.over):
-            if core.leave(unit, self._opened >= STAY and self._short()):
-                self._forget(unit)
+            self._end(unit, self._opened >= STAY and self._short())
 
     def dismiss(self, unit: int) -> None:
         """Other parameters of the unit are trained from now on: its next stay takes other memory."""
         if unit in self.pieces:
-            self._runtime().core.leave(unit, True)
-            self._forget(unit)
+            self._end(unit, True)
+
+    def _end(self, unit: int, wait: bool) -> None:
+        if self._runtime().core.leave(unit, wait):
+            self.pieces.pop(unit, None)
+            self.over.discard(unit)
 
     def _short(self) -> bool:
         """What stays take may not fit beside the most that torch has had."""
@@ -229,7 +226,3 @@ class Arrivals:
         with torch.inference_mode(False), torch.no_grad():
             raw = torch.empty(nbytes + 512, dtype=torch.uint8, device=rt.device)
             return raw[-raw.data_ptr() % 512:]
-
-    def _forget(self, unit: int) -> None:
-        self.pieces.pop(unit, None)
-        self.over.discard(unit)

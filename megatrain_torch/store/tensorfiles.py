@@ -168,6 +168,13 @@ READERS = 12             # threads that fill memory from files
 _HEAD = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) (\S+) (\d+) +(/.*)$")
 
 
+def _of_process(what: str) -> str:
+    try:
+        return Path("/proc/self", what).read_text()
+    except OSError:
+        return ""
+
+
 def _mappings(smaps: str) -> list[tuple[int, int, int, str]]:
     """(begin, end, offset, path) of mappings to which no page was written, and whose file has its name still."""
     found = []
@@ -189,29 +196,23 @@ class Mapped:
     """Files mapped now, and what is to be read of them. The kernel is asked for pages only where a tensor lies."""
 
     def __init__(self) -> None:
-        lines = [line.split(maxsplit=5) for line in self._of_process("maps").splitlines() if "/" in line]
+        lines = [line.split(maxsplit=5) for line in _of_process("maps").splitlines() if "/" in line]
         bounds = [line[0].split("-") for line in lines if len(line) == 6]
         self._files = [(int(begin, 16), int(end, 16)) for begin, end in bounds]
 
-    @staticmethod
-    def _of_process(what: str) -> str:
-        try:
-            return Path("/proc/self", what).read_text()
-        except OSError:
-            return ""
-
     @functools.cached_property
     def _maps(self) -> list[tuple[int, int, int, str]]:
-        text = self._of_process("smaps")
-        return _mappings(text) if text else []
+        return _mappings(text) if (text := _of_process("smaps")) else []
+
+    def holds(self, address: int) -> bool:
+        """Is it a file's?"""
+        at = bisect.bisect_right(self._files, address, key=lambda f: f[0]) - 1
+        return at >= 0 and address < self._files[at][1]
 
     def source(self, t: Tensor) -> tuple[str, int] | None:
         """(path, offset) where the file has just the bytes of a dense, row-major tensor."""
-        if t.device.type != "cpu" or not t.is_contiguous() or t.numel() == 0:
-            return None
-        address = t.data_ptr()
-        at = bisect.bisect_right(self._files, address, key=lambda f: f[0]) - 1
-        if at < 0 or address >= self._files[at][1]:
+        address = t.data_ptr() if t.device.type == "cpu" and t.is_contiguous() and t.numel() else -1
+        if not self.holds(address):
             return None
         at = bisect.bisect_right(self._maps, address, key=lambda m: m[0]) - 1
         if at < 0 or address + t.nbytes > self._maps[at][1]:
@@ -225,15 +226,13 @@ class Mapped:
         left = []
         for memory, value in pairs:
             same = memory.dtype == value.dtype and memory.is_contiguous()
-            found = self.source(value) if same else None
-            if found is None:
+            if (found := self.source(value) if same else None) is None:
                 left.append((memory, value))
-            else:
-                extent = found[1], memory.data_ptr(), value.nbytes, -1
-                files.setdefault(found[0], []).append((extent, (memory, value)))
+                continue
+            extent = found[1], memory.data_ptr(), value.nbytes, -1
+            files.setdefault(found[0], []).append((extent, (memory, value)))
         for path, wanted in files.items():
-            extents: list[Extent] = []
-            end = 0
+            extents, end = [], 0
             for extent, pair in sorted(wanted, key=lambda item: item[0]):
                 if extent[0] < end:          # views of the same bytes: these are read once, and the rest is copied
                     left.append(pair)

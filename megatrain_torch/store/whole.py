@@ -137,12 +137,6 @@ class Piece:
         ops.expand_codes_(out, coding.form, *(by_name[name] for name in coding.strands), group=coding.group)
         return out
 
-    def theirs(self, ring: Ring) -> Tensor:
-        """Of codes: the 16-bit weights as their package's code makes them."""
-        whole = self.stacked.whole
-        with torch.no_grad():
-            return whole.format.whole(whole.param, dict(zip(whole.names, ring.strands(self))))
-
 
 # ---- Functions of other packages that keep tensors out of sight ----------------------------------
 
