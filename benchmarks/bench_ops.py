@@ -227,7 +227,7 @@ def eager_gradient(forward: Callable[..., Tensor], dy: Tensor, *inputs: Tensor) 
 
 def norm(args: argparse.Namespace, new: Maker) -> Iterator[Case]:
     """Of the residual stream."""
-    x, add, dy, w = (new(*n) for n in (*[(args.tokens, args.hidden)] * 3, (args.hidden,)))
+    x, add, dy, w, b = (new(*n) for n in (*[(args.tokens, args.hidden)] * 3, *[(args.hidden,)] * 2))
     shape, each = f"[{args.tokens}, {args.hidden}]", nbytes(x)
     _, _, rstd = ops.rms_norm(x, w, 1e-6)
     back = eager_gradient(eager_rms, dy, x, w)
@@ -246,6 +246,19 @@ def norm(args: argparse.Namespace, new: Maker) -> Iterator[Case]:
         lambda: ops.rms_norm_backward(dy, x, w, rstd, add=add, rebuild=True),
         lambda: (back()[0] + add, eager_rms(x, w)),
         5 * each,
+    )
+    _, _, mean, rstd = ops.layer_norm(x, w, b, 1e-5)
+
+    def eager_layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return torch.nn.functional.layer_norm(x, (args.hidden,), w, b, 1e-5)
+
+    yield Case("layer_norm", shape, lambda: ops.layer_norm(x, w, b, 1e-5), lambda: eager_layer(x, w, b), 2 * each)
+    yield Case(
+        "layer_norm_backward",
+        shape,
+        lambda: ops.layer_norm_backward(dy, x, w, mean, rstd, bias=b),
+        eager_gradient(eager_layer, dy, x, w, b),
+        3 * each,
     )
 
 

@@ -68,6 +68,30 @@ def rms_norm_backward(dy: Tensor, s: Tensor, weight: Tensor, rstd: Tensor, style
     return dx, dw, y
 
 
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
+               add: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y = (s - mean) * rstd * weight + bias with s = x + add. As rms_norm; also gives mean [...] fp32.
+
+    Returns:
+        y, s, mean, rstd.
+
+    Source: Ba et al. 2016, eq. 4.
+    """
+    y, s, mean, rstd = _like(x), None if add is None else _like(x), _of_rows(x), _of_rows(x)
+    _ops.layer_norm(x, weight, bias, add, y, s, mean, rstd, eps)
+    return y, x if s is None else s, mean, rstd
+
+
+def layer_norm_backward(dy: Tensor, s: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor,
+                        add: Tensor | None = None, bias: Tensor | None = None, rebuild: bool = False
+                        ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """dx, dweight, dbias (None where there is no weight or bias), y (None unless rebuild, which needs bias)."""
+    dx, y = _like(dy), _like(dy) if rebuild else None
+    dw, db = (None if p is None else torch.empty_like(p) for p in (weight, bias))
+    _ops.layer_norm_backward(dy, s, weight, bias, mean, rstd, add, dx, dw, db, y)
+    return dx, dw, db, y
+
+
 def _like(x: Tensor) -> Tensor:
     """Dense, whatever x's strides are."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -508,8 +532,8 @@ def _nothing(*args: object) -> None:
 
 
 torch.library.register_fake("megatrain::sumsq", lambda x: x.new_empty((), dtype=torch.float64))
-for _name in ("adamw_", "gemm_", "rms_norm", "rms_norm_backward", "rope", "glu", "glu_backward", "column_sum",
-              "embedding_backward", "cross_entropy_", "sum_rows", "expert_glu", "expert_glu_backward",
-              "attention_backward", "fp8_cast", "fp8_gemm_", "fp8_glu", "fp8_glu_backward", "fp8_rms_norm",
-              "expand_codes", "nf4_codes"):
+for _name in ("adamw_", "gemm_", "rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward", "rope",
+              "glu", "glu_backward", "column_sum", "embedding_backward", "cross_entropy_", "sum_rows", "expert_glu",
+              "expert_glu_backward", "attention_backward", "fp8_cast", "fp8_gemm_", "fp8_glu", "fp8_glu_backward",
+              "fp8_rms_norm", "expand_codes", "nf4_codes"):
     torch.library.register_fake(f"megatrain::{_name}", _nothing)

@@ -151,6 +151,22 @@ def rms_norm_backward(dy: Tensor, s: Tensor, weight: Tensor, eps: float, plus: f
     return vjp(lambda s, w: rms_norm(s, w, eps, plus)[0], dy, s, weight)
 
 
+def layer_norm(s: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+               ) -> tuple[Tensor, Tensor, Tensor]:
+    """y, mean [...] and rstd [...] from s [..., n]."""
+    mean = s.mean(-1, keepdim=True)
+    rstd = torch.rsqrt((s - mean).square().mean(-1, keepdim=True) + eps)
+    y = (s - mean) * rstd
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias, mean.squeeze(-1), rstd.squeeze(-1)
+
+
+def layer_norm_backward(dy: Tensor, s: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, ...]:
+    """dx [..., n], dweight [n], dbias [n]."""
+    weight = s.new_ones(s.shape[-1]) if weight is None else weight
+    return vjp(lambda s, w, b: layer_norm(s, w, b, eps)[0], dy, s, weight, torch.zeros_like(weight))
+
+
 # ---- rotary embedding ----
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:

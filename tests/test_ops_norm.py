@@ -1,4 +1,4 @@
-"""rms_norm and its backward: against fp64 within stated bounds, in every layout, on every device.
+"""rms_norm, layer_norm and their backwards: against fp64 within stated bounds, in every layout, on every device.
 
 Bounds. `u` is half a unit of the output's type: what one rounding costs, relatively. `F` = 2^-24 is that of fp32,
 in which everything else is computed. A sum of n numbers in lanes costs a random walk of at most n/16 roundings,
@@ -59,7 +59,9 @@ def wide(*shape: int, seed: int = 0) -> Tensor:
 
 
 def test_the_references_are_torchs() -> None:
-    s, w = wide(7, 24), wide(24, seed=1)
+    s, w, b = wide(7, 24), wide(24, seed=1), wide(24, seed=2)
+    torch.testing.assert_close(reference.layer_norm(s, w, b, EPS)[0],
+                               torch.nn.functional.layer_norm(s, (24,), w, b, EPS), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(reference.rms_norm(s, w, EPS)[0],
                                torch.nn.functional.rms_norm(s, (24,), w, EPS), rtol=1e-12, atol=1e-12)
 
@@ -133,9 +135,11 @@ each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 def test_norms_of_heads_inside_other_tensors(device: str, dtype: torch.dtype, layout: str, head: int) -> None:
     shape, put = (2, 9, 5, head), LAYOUTS[layout]
     x, dy = (put(row_numbers(device, dtype, shape, seed)) for seed in range(2))
-    w = weights(device, dtype, head)
+    w, b = weights(device, dtype, head), numbers(device, dtype, head)
     y, s, rstd = check_rms(x, w, ops.ROUND_FIRST)
     check_rms_back(dy, s, w, rstd, ops.ROUND_FIRST, None, y)
+    y, s, mean, rstd = check_layer(x, w, b)
+    check_layer_back(dy, s, w, b, mean, rstd, None, y)
 
 
 @each_device
@@ -152,6 +156,67 @@ def test_dx_may_be_dy_itself(device: str, layout: str) -> None:
         assert got is dx and torch.equal(dx, apart) and torch.equal(got_dw, dw)
 
 
+# ---- layer norm ----
+
+def check_layer(x: Tensor, w: Tensor | None, b: Tensor | None, add: Tensor | None = None) -> tuple[Tensor, ...]:
+    y, s, mean, rstd = ops.layer_norm(x, w, b, EPS, add)
+    assert s is x if add is None else torch.equal(s, x + add) and s.is_contiguous()
+    exact, exact_mean, exact_rstd = reference.layer_norm(s.double(), *map(doubled, (w, b)), EPS)
+    size = s.double().abs().mean(-1)
+    within(mean, exact_mean, size)
+    # rstd's relative error by mean's, squared and on average: what cancels in s - mean
+    within(rstd, exact_rstd, exact_rstd * (1 + size * exact_rstd))
+    scale = torch.ones_like(exact) if w is None else w.double().abs().expand_as(exact)
+    terms = scale * ((s.double().abs() + size.unsqueeze(-1)) * exact_rstd.unsqueeze(-1))
+    terms = terms * (1 + size * exact_rstd).unsqueeze(-1)
+    within(y, exact, terms if b is None else terms + b.double().abs())
+    return y, s, mean, rstd
+
+
+def check_layer_back(dy: Tensor, s: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, rstd: Tensor,
+                     add: Tensor | None = None, y: Tensor | None = None) -> None:
+    dx, dw, db, again = ops.layer_norm_backward(dy, s, w, mean, rstd, add, b, rebuild=y is not None)
+    exact, exact_dw, exact_db = reference.layer_norm_backward(dy.double(), s.double(), doubled(w), EPS)
+    r, g = rstd.double().unsqueeze(-1), dy.double() if w is None else dy.double() * w.double()
+    # hat, with what of it cancels in s - mean
+    hat = (s.double().abs() + s.double().abs().mean(-1, keepdim=True)) * r
+    hat = hat * (1 + s.double().abs().mean(-1, keepdim=True) * r)
+    terms = r * (g.abs() + g.abs().mean(-1, keepdim=True) + hat * (g.abs() * hat).mean(-1, keepdim=True))
+    if add is not None:
+        exact, terms = exact + add.double(), terms + add.double().abs()
+    within(dx, exact, terms)
+    for got, want, size in ((dw, exact_dw, dy.double().abs() * hat), (db, exact_db, dy.double().abs())):
+        if got is not None:
+            within(got, want, size.flatten(0, -2).sum(0))
+    assert (dw is None, db is None) == (w is None, b is None)
+    assert again is None if y is None else torch.equal(again, y)
+
+
+def doubled(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.double()
+
+
+@each_device
+@each_type
+@each_shape
+def test_layer_norm(device: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x, dy = row_numbers(device, dtype, shape), numbers(device, dtype, *shape, seed=1)
+    w, b = weights(device, dtype, shape[-1]), numbers(device, dtype, shape[-1])
+    y, s, mean, rstd = check_layer(x, w, b)
+    check_layer_back(dy, s, w, b, mean, rstd, None, y)
+
+
+@each_device
+@pytest.mark.parametrize("shape", [(5, 100), (200, 128), (10, 1024), (7, 3584), (3, 8192)], ids=str)
+@pytest.mark.parametrize("has", ["nothing", "weight", "bias", "both"])
+def test_layer_norm_with_the_residual(device: str, shape: tuple[int, int], has: str) -> None:
+    x, add, dy, more = (row_numbers(device, torch.bfloat16, shape, seed) for seed in range(4))
+    w = weights(device, torch.bfloat16, shape[-1]) if has in ("weight", "both") else None
+    b = numbers(device, torch.bfloat16, shape[-1]) if has in ("bias", "both") else None
+    y, s, mean, rstd = check_layer(x, w, b, add)
+    check_layer_back(dy, s, w, b, mean, rstd, more, y)
+
+
 # ---- the rest ----
 
 def the_same(call: Callable[[], tuple[Tensor | None, ...]]) -> None:
@@ -165,17 +230,19 @@ def the_same(call: Callable[[], tuple[Tensor | None, ...]]) -> None:
 def test_two_runs_give_the_same_bits(device: str, shape: tuple[int, int]) -> None:
     x, dy = row_numbers(device, torch.bfloat16, shape), row_numbers(device, torch.bfloat16, shape, seed=1)
     w = weights(device, torch.bfloat16, shape[-1])
-    _, _, rstd = ops.rms_norm(x, w, EPS)
+    _, _, mean, rstd = ops.layer_norm(x, w, w, EPS)
     the_same(lambda: ops.rms_norm_backward(dy, x, w, rstd, rebuild=True))
+    the_same(lambda: ops.layer_norm_backward(dy, x, w, mean, rstd, None, w, rebuild=True))
 
 
 @each_device
 def test_no_rows_have_no_gradient(device: str) -> None:
     x, w = torch.empty(0, 3, 64, device=device), torch.ones(64, device=device)
-    y, _, rstd = ops.rms_norm(x, w, EPS)
+    y, _, mean, rstd = ops.layer_norm(x, w, w, EPS)
     assert y.shape == x.shape and rstd.shape == (0, 3)
-    dx, dw, _ = ops.rms_norm_backward(x, x, w, rstd)
-    assert dx.shape == x.shape and not dw.any()
+    dx, dw, db, _ = ops.layer_norm_backward(x, x, w, mean, rstd, None, w)
+    assert dx.shape == x.shape and not dw.any() and not db.any()
+    assert not ops.rms_norm_backward(x, x, w, rstd)[1].any()
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -201,7 +268,8 @@ def test_torch_knows_what_the_ops_write(device: str) -> None:
     check = torch.library.opcheck
     check(lib.rms_norm, (x, w, x, more, x.clone(), row, EPS, 0))
     check(lib.rms_norm_backward, (x, x, w, row, None, more, w.clone(), None, 1))
-    check(lib.rms_norm_backward, (x, x, w, row, x, more, w.clone(), x.clone(), 0))
+    check(lib.layer_norm, (x, w, None, None, more, None, row, row.clone(), EPS))
+    check(lib.layer_norm_backward, (x, x, w, w, row, row, x, more, w.clone(), None, x.clone()))
 
 
 def refused(**changed: object) -> Callable[[], object]:
@@ -226,8 +294,8 @@ REFUSED = {
     "style": (refused(style=3), "style is 3; 0 to 2"),
     "eps": (lambda: ops.rms_norm(torch.ones(4, 8), torch.ones(8), -1.0), "eps is -1; 0 is the least"),
     "empty rows": (lambda: ops.rms_norm(torch.ones(4, 0), torch.ones(0), EPS), "the last of 1 to"),
-    "a number": (lambda: ops.rms_norm(torch.ones(()), torch.ones(8), EPS), "1 to 6 dimensions"),
-    "four strides": (lambda: ops.rms_norm(torch.ones(5, 4, 3, 2, 8).permute(3, 2, 1, 0, 4), torch.ones(8), EPS),
+    "a number": (lambda: ops.layer_norm(torch.ones(()), None, None, EPS), "1 to 6 dimensions"),
+    "four strides": (lambda: ops.layer_norm(torch.ones(5, 4, 3, 2, 8).permute(3, 2, 1, 0, 4), None, None, EPS),
                      "rows of x need more than 3 strides"),
     "s alone": (lambda: torch.ops.megatrain.rms_norm(torch.ones(4, 8), torch.ones(8), None, torch.ones(4, 8),
                                                      torch.ones(4, 8), torch.ones(4), EPS, 0), "s goes with add"),

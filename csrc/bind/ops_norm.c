@@ -1,4 +1,4 @@
-/* ops_norm.c — torch.ops.megatrain: RMS normalisation. See csrc/ops/norm.h. */
+/* ops_norm.c — torch.ops.megatrain: RMS and layer normalisation. See csrc/ops/norm.h. */
 #include "ops_check.h"
 #include "../ops/fp8.h"
 #include "../ops/norm.h"
@@ -77,14 +77,16 @@ static mt_status of_rows(const mt_op_call *c, const char *name, const mt_op_tens
 static mt_status of_columns(const mt_op_call *c, const char *name, const mt_op_tensor *t,
                             const mt_norm *f)
 {
+    if (t->handle == NULL)
+        return MT_OK;
     if (t->dim != 1 || t->size[0] != f->n)
         return mt_op_vector(c, name, t, f->n);
     return mt_op_type(c, name, t, (int)f->dt);
 }
 
-/* rows, n, dt from the first argument; weight. */
+/* rows, n, dt from the first argument; weight and bias. */
 static mt_status norm_of(const mt_op_call *c, const char *name, const mt_op_tensor *x,
-                         const mt_op_tensor *weight, mt_norm *f)
+                         const mt_op_tensor *weight, const mt_op_tensor *bias, mt_norm *f)
 {
     MT_DO(mt_op_float(c, name, x));
     if (x->dim < 1 || x->size[x->dim - 1] < 1 || x->size[x->dim - 1] > INT32_MAX)
@@ -99,6 +101,10 @@ static mt_status norm_of(const mt_op_call *c, const char *name, const mt_op_tens
                        (long long)f->rows);
     MT_DO(of_columns(c, "weight", weight, f));
     f->weight = weight->data;
+    if (bias != NULL) {
+        MT_DO(of_columns(c, "bias", bias, f));
+        f->bias = bias->data;
+    }
     return MT_OK;
 }
 
@@ -173,7 +179,7 @@ static mt_status back_of(const mt_op_call *c, const mt_norm *f, const mt_op_tens
 
 static mt_status rms_ahead(const mt_op_call *c, const mt_op_arg *a, mt_norm *f, mt_norm_ahead *p)
 {
-    MT_DO(norm_of(c, "x", &a[0].t, &a[1].t, f));
+    MT_DO(norm_of(c, "x", &a[0].t, &a[1].t, NULL, f));
     MT_DO(eps_of(c, a[6].f, f));
     MT_DO(style_of(c, a[7].i, f));
     return ahead_of(c, f, &a[0].t, &a[2].t, &a[3].t, &a[4].t, &a[5].t, p);
@@ -181,7 +187,7 @@ static mt_status rms_ahead(const mt_op_call *c, const mt_op_arg *a, mt_norm *f, 
 
 static mt_status rms_back(const mt_op_call *c, const mt_op_arg *a, mt_norm *f, mt_norm_back *p)
 {
-    MT_DO(norm_of(c, "dy", &a[0].t, &a[2].t, f));
+    MT_DO(norm_of(c, "dy", &a[0].t, &a[2].t, NULL, f));
     MT_DO(style_of(c, a[8].i, f));
     MT_DO(back_of(c, f, &a[0].t, &a[1].t, &a[3].t, &a[4].t, &a[5].t, &a[7].t, p));
     MT_DO(of_columns(c, "dweight", &a[6].t, f));
@@ -189,23 +195,51 @@ static mt_status rms_back(const mt_op_call *c, const mt_op_arg *a, mt_norm *f, m
     return MT_OK;
 }
 
+static mt_status layer_ahead(const mt_op_call *c, const mt_op_arg *a, mt_norm *f, mt_norm_ahead *p)
+{
+    f->centred = 1;
+    MT_DO(norm_of(c, "x", &a[0].t, &a[1].t, &a[2].t, f));
+    MT_DO(eps_of(c, a[8].f, f));
+    MT_DO(ahead_of(c, f, &a[0].t, &a[3].t, &a[4].t, &a[5].t, &a[7].t, p));
+    MT_DO(of_rows(c, "mean", &a[6].t, f));
+    p->mean = a[6].t.data;
+    return MT_OK;
+}
+
+static mt_status layer_back(const mt_op_call *c, const mt_op_arg *a, mt_norm *f, mt_norm_back *p)
+{
+    f->centred = 1;
+    MT_DO(norm_of(c, "dy", &a[0].t, &a[2].t, &a[3].t, f));
+    MT_DO(back_of(c, f, &a[0].t, &a[1].t, &a[5].t, &a[6].t, &a[7].t, &a[10].t, p));
+    MT_DO(of_rows(c, "mean", &a[4].t, f));
+    MT_DO(of_columns(c, "dweight", &a[8].t, f));
+    MT_DO(of_columns(c, "dbias", &a[9].t, f));
+    p->mean = a[4].t.data;
+    p->dweight = a[8].t.data;
+    p->dbias = a[9].t.data;
+    return MT_OK;
+}
+
 /* ---- kernels ---- */
 
-static mt_status cpu_rms_norm(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+typedef mt_status (*read_ahead)(const mt_op_call *c, const mt_op_arg *a, mt_norm *f,
+                                mt_norm_ahead *p);
+typedef mt_status (*read_back) (const mt_op_call *c, const mt_op_arg *a, mt_norm *f,
+                                mt_norm_back *p);
+
+static mt_status cpu_ahead(const mt_op_call *c, const mt_op_arg *a, read_ahead read)
 {
     mt_norm       f = { 0 };
     mt_norm_ahead p = { 0 };
     mt_pool      *pool MT_CLOSED(mt_pool_close) = NULL;
 
-    (void)result;
-    MT_DO(rms_ahead(c, a, &f, &p));
+    MT_DO(read(c, a, &f, &p));
     MT_DO(mt_op_pool(f.rows * f.n, &pool));
     mt_norm_forward(pool, &f, &p);
     return MT_OK;
 }
 
-static mt_status cpu_rms_norm_backward(const mt_op_call *c, const mt_op_arg *a,
-                                       StableIValue *result)
+static mt_status cpu_back(const mt_op_call *c, const mt_op_arg *a, read_back read)
 {
     AtenTensorHandle scratch MT_CLOSED(mt_op_free) = NULL;
     mt_norm          f = { 0 };
@@ -213,8 +247,7 @@ static mt_status cpu_rms_norm_backward(const mt_op_call *c, const mt_op_arg *a,
     mt_pool         *pool MT_CLOSED(mt_pool_close) = NULL;
     void            *partial;
 
-    (void)result;
-    MT_DO(rms_back(c, a, &f, &p));
+    MT_DO(read(c, a, &f, &p));
     MT_DO(mt_op_new(&a[0].t, MT_F32, mt_norm_partials(&f), &scratch, &partial));
     p.partial = partial;
     MT_DO(mt_op_pool(f.rows * f.n, &pool));
@@ -222,31 +255,43 @@ static mt_status cpu_rms_norm_backward(const mt_op_call *c, const mt_op_arg *a,
     return MT_OK;
 }
 
+#define KERNEL(device, op, way, read)                                                              \
+    static mt_status device##_##op(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)  \
+    {                                                                                              \
+        (void)result;                                                                              \
+        return device##_##way(c, a, read);                                                         \
+    }
+#define KERNELS(device)                                                                            \
+    KERNEL(device, rms_norm, ahead, rms_ahead)                                                     \
+    KERNEL(device, rms_norm_backward, back, rms_back)                                              \
+    KERNEL(device, layer_norm, ahead, layer_ahead)                                                 \
+    KERNEL(device, layer_norm_backward, back, layer_back)
+KERNELS(cpu)
+
 #ifdef MT_WITH_CUDA
-static mt_status cuda_rms_norm(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+static mt_status cuda_ahead(const mt_op_call *c, const mt_op_arg *a, read_ahead read)
 {
     mt_norm       f = { 0 };
     mt_norm_ahead p = { 0 };
 
-    (void)result;
-    MT_DO(rms_ahead(c, a, &f, &p));
+    MT_DO(read(c, a, &f, &p));
     return mt_op_launched(c, mt__norm_forward_cuda(c->stream, &f, &p));
 }
 
-static mt_status cuda_rms_norm_backward(const mt_op_call *c, const mt_op_arg *a,
-                                        StableIValue *result)
+static mt_status cuda_back(const mt_op_call *c, const mt_op_arg *a, read_back read)
 {
     AtenTensorHandle scratch MT_CLOSED(mt_op_free) = NULL;
     mt_norm          f = { 0 };
     mt_norm_back     p = { 0 };
     void            *partial;
 
-    (void)result;
-    MT_DO(rms_back(c, a, &f, &p));
+    MT_DO(read(c, a, &f, &p));
     MT_DO(mt_op_new(&a[0].t, MT_F32, mt__norm_partials_cuda(&f, &p), &scratch, &partial));
     p.partial = partial;
     return mt_op_launched(c, mt__norm_backward_cuda(c->stream, &f, &p));
 }
+
+KERNELS(cuda)
 #endif
 
 /* ---- fp8_rms_norm: codes of y, which is not written ---- */
@@ -256,7 +301,7 @@ enum { X_, WEIGHT, CODES, SCALE, RSTD, EPS, STYLE };
 static mt_status coded_args(const mt_op_call *c, const mt_op_arg *a, mt_norm *f, mt_norm_ahead *p,
                             mt_fp8 *codes)
 {
-    MT_DO(norm_of(c, "x", &a[X_].t, &a[WEIGHT].t, f));
+    MT_DO(norm_of(c, "x", &a[X_].t, &a[WEIGHT].t, NULL, f));
     MT_DO(mt_op_type(c, "x", &a[X_].t, MT_BF16));
     MT_DO(mt_op_matrix(c, "x", &a[X_].t, -1, -1));
     MT_DO(eps_of(c, a[EPS].f, f));
@@ -322,5 +367,12 @@ static mt_status cuda_fp8_rms_norm(const mt_op_call *c, const mt_op_arg *a, Stab
       "Tensor(a!) dx, Tensor(b!) dweight, Tensor(c!)? y, int style) -> ()")                        \
     X(fp8_rms_norm, "STWWWfi",                                                                     \
       "fp8_rms_norm(Tensor x, Tensor weight, Tensor(a!) codes, Tensor(b!) scale, "                 \
-      "Tensor(c!) rstd, float eps, int style) -> ()")
+      "Tensor(c!) rstd, float eps, int style) -> ()")                                              \
+    X(layer_norm, "StttWwWWf",                                                                     \
+      "layer_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor? add, Tensor(a!) y, "             \
+      "Tensor(b!)? s, Tensor(c!) mean, Tensor(d!) rstd, float eps) -> ()")                         \
+    X(layer_norm_backward, "SSttTTtVwww",                                                          \
+      "layer_norm_backward(Tensor dy, Tensor s, Tensor? weight, Tensor? bias, Tensor mean, "       \
+      "Tensor rstd, Tensor? add, Tensor(a!) dx, Tensor(b!)? dweight, Tensor(c!)? dbias, "          \
+      "Tensor(d!)? y) -> ()")
 MT_OP_TABLE(norm, OPS)

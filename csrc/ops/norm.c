@@ -1,4 +1,4 @@
-/* norm.c — the norm of norm.h as it is to be read; the CUDA kernels are compared with this.
+/* norm.c — the norms of norm.h as they are to be read; the CUDA kernels are compared with this.
  *
  * Everything that takes dt is inlined below a switch over it, so that each type has its own loops.
  */
@@ -38,23 +38,33 @@ INLINE float fold(float *lane)
 
 INLINE float weight_at(mt_dtype dt, const mt_norm *f, int64_t i)
 {
-    return mt__get(dt, f->weight, i) + f->plus;
+    return f->weight != NULL ? mt__get(dt, f->weight, i) + f->plus : 1.0f;
 }
 
 INLINE void write_y(mt_dtype dt, const mt_norm *f, void *y, int64_t i, float hat)
 {
-    mt__put(dt, y, i, (f->round_first ? mt__rounded(dt, hat) : hat) * weight_at(dt, f, i));
+    float h = (f->round_first ? mt__rounded(dt, hat) : hat) * weight_at(dt, f, i);
+
+    mt__put(dt, y, i, f->bias != NULL ? h + mt__get(dt, f->bias, i) : h);
 }
 
 /* ---- forward ---- */
 
-INLINE float row_rstd(mt_dtype dt, const void *s, int64_t n, float eps)
+INLINE float row_mean(mt_dtype dt, const void *s, int64_t n)
+{
+    float lane[LANES] = {0};
+
+    for (int64_t i = 0; i < n; i++)
+        lane[i % LANES] += mt__get(dt, s, i);
+    return fold(lane) / (float)n;
+}
+
+INLINE float row_rstd(mt_dtype dt, const void *s, int64_t n, float mean, float eps)
 {
     float lane[LANES] = {0};
 
     for (int64_t i = 0; i < n; i++) {
-        float d = mt__get(dt, s, i);
-
+        float d = mt__get(dt, s, i) - mean;
         lane[i % LANES] += d * d;
     }
     return 1.0f / sqrtf(fold(lane) / (float)n + eps);
@@ -64,7 +74,7 @@ INLINE void forward_row(mt_dtype dt, const mt_norm *f, const mt_norm_ahead *a, i
 {
     const void *s = row_at(dt, a->x, row_begin(&a->x_rows, row));
     void       *y = row_to(dt, a->y, row * f->n);
-    float       rstd;
+    float       mean = 0, rstd;
 
     if (a->add != NULL) {
         const void *add = row_at(dt, a->add, row * f->n);
@@ -74,33 +84,40 @@ INLINE void forward_row(mt_dtype dt, const mt_norm *f, const mt_norm_ahead *a, i
             mt__put(dt, sum, i, mt__get(dt, s, i) + mt__get(dt, add, i));
         s = sum;
     }
-    a->rstd[row] = rstd = row_rstd(dt, s, f->n, f->eps);
+    if (f->centred)
+        a->mean[row] = mean = row_mean(dt, s, f->n);
+    a->rstd[row] = rstd = row_rstd(dt, s, f->n, mean, f->eps);
     for (int64_t i = 0; i < f->n; i++)
-        write_y(dt, f, y, i, mt__get(dt, s, i) * rstd);
+        write_y(dt, f, y, i, (mt__get(dt, s, i) - mean) * rstd);
 }
 
 /* ---- backward ---- */
 
-/* dw: this block's sums over its rows so far, [n]. */
+/* dw, db: this block's sums over its rows so far, [n]. */
 INLINE void backward_row(mt_dtype dt, const mt_norm *f, const mt_norm_back *b, int64_t row,
-                         float *dw)
+                             float *dw, float *db)
 {
     const void *dy = row_at(dt, b->dy, row_begin(&b->dy_rows, row));
     const void *s  = row_at(dt, b->s, row_begin(&b->s_rows, row));
     void       *dx = row_to(dt, b->dx, row_begin(&b->dx_rows, row));
-    float       rstd = b->rstd[row], along[LANES] = {0}, mean_gh;
+    float       mean = f->centred ? b->mean[row] : 0, rstd = b->rstd[row];
+    float       along[LANES] = {0}, total[LANES] = {0}, mean_g, mean_gh;
 
     for (int64_t i = 0; i < f->n; i++) {
-        float d = mt__get(dt, dy, i), hat = mt__get(dt, s, i) * rstd;
+        float d = mt__get(dt, dy, i), hat = (mt__get(dt, s, i) - mean) * rstd;
+        float g = d * weight_at(dt, f, i);
 
-        along[i % LANES] += d * weight_at(dt, f, i) * hat;
+        along[i % LANES] += g * hat;
+        total[i % LANES] += g;
         dw[i] += d * hat;
+        db[i] += d;
     }
     mean_gh = fold(along) / (float)f->n;
+    mean_g  = f->centred ? fold(total) / (float)f->n : 0;
     for (int64_t i = 0, at = row * f->n; i < f->n; i++, at++) {
-        float hat = mt__get(dt, s, i) * rstd;
+        float hat = (mt__get(dt, s, i) - mean) * rstd;
         float g   = mt__get(dt, dy, i) * weight_at(dt, f, i);
-        float d   = rstd * (g - hat * mean_gh);
+        float d   = rstd * (g - mean_g - hat * mean_gh);
 
         mt__put(dt, dx, i, b->add != NULL ? d + mt__get(dt, b->add, at) : d);
         if (b->y != NULL)
@@ -122,7 +139,7 @@ INLINE void block_rows(mt_dtype dt, const job *j, int64_t from, int64_t to, floa
         if (j->ahead != NULL)
             forward_row(dt, j->norm, j->ahead, row);
         else
-            backward_row(dt, j->norm, j->back, row, dw);
+            backward_row(dt, j->norm, j->back, row, dw, dw + j->norm->n);
 }
 
 static __attribute__((noinline)) void block_of_type(const job *j, int64_t from, int64_t to,
@@ -140,10 +157,10 @@ static void run_block(void *arg, int64_t block)
     const job *j = arg;
     int64_t    from = block * BLOCK, n = j->norm->n;
     int64_t    to = from + BLOCK < j->norm->rows ? from + BLOCK : j->norm->rows;
-    float     *dw = j->back != NULL ? j->back->partial + block * n : NULL;
+    float     *dw = j->back != NULL ? j->back->partial + block * 2 * n : NULL;
     unsigned   was = mt__fp_begin();
 
-    for (int64_t i = 0; dw != NULL && i < n; i++)
+    for (int64_t i = 0; dw != NULL && i < 2 * n; i++)
         dw[i] = 0;
     block_of_type(j, from, to, dw);
     mt__fp_end(was);
@@ -153,7 +170,7 @@ static int64_t block_count(const mt_norm *f) { return (f->rows + BLOCK - 1) / BL
 
 int64_t mt_norm_partials(const mt_norm *f)
 {
-    return f->n * (f->rows > 0 ? block_count(f) : 1);
+    return 2 * f->n * (f->rows > 0 ? block_count(f) : 1);
 }
 
 void mt_norm_forward(mt_pool *pool, const mt_norm *norm, const mt_norm_ahead *a)
@@ -161,17 +178,27 @@ void mt_norm_forward(mt_pool *pool, const mt_norm *norm, const mt_norm_ahead *a)
     mt_pool_run(pool, run_block, &(job){ .norm = norm, .ahead = a }, block_count(norm));
 }
 
+/* Column sums over all blocks, in order: dweight lies first in a block's partial sums,
+ * dbias behind. */
+static void add_blocks(const mt_norm *f, const float *partial, void *out)
+{
+    for (int64_t i = 0; i < f->n; i++) {
+        float sum = 0;
+
+        for (int64_t block = 0; block < block_count(f); block++)
+            sum += partial[block * 2 * f->n + i];
+        mt__put(f->dt, out, i, sum);
+    }
+}
+
 void mt_norm_backward(mt_pool *pool, const mt_norm *norm, const mt_norm_back *b)
 {
     unsigned was = mt__fp_begin();
 
     mt_pool_run(pool, run_block, &(job){ .norm = norm, .back = b }, block_count(norm));
-    for (int64_t i = 0; i < norm->n; i++) {      /* column sums over all blocks, in order */
-        float sum = 0;
-
-        for (int64_t block = 0; block < block_count(norm); block++)
-            sum += b->partial[block * norm->n + i];
-        mt__put(norm->dt, b->dweight, i, sum);
-    }
+    if (b->dweight != NULL)
+        add_blocks(norm, b->partial, b->dweight);
+    if (b->dbias != NULL)
+        add_blocks(norm, b->partial + norm->n, b->dbias);
     mt__fp_end(was);
 }

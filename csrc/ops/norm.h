@@ -1,16 +1,18 @@
-/* norm.h — RMS normalisation of rows, forward and backward, with the residual fused in.
+/* norm.h — RMS and layer normalisation of rows, forward and backward, with the residual fused in.
  *
  * Letters: R rows, n numbers in a row. dt: F32, BF16 or F16; arithmetic is fp32.
  *
  *   s    = x + add, rounded to dt; x itself without add
- *   rstd = 1 / sqrt(sum(s^2) / n + eps)
- *   hat  = s * rstd, rounded to dt if round_first
- *   y    = hat * (weight + plus), rounded to dt
+ *   mean = sum(s) / n (layer norm), 0 (RMS norm)
+ *   rstd = 1 / sqrt(sum((s - mean)^2) / n + eps)
+ *   hat  = (s - mean) * rstd, rounded to dt if round_first
+ *   y    = hat * (weight + plus) + bias, rounded to dt
  *
  * Backward, with g = dy * (weight + plus) and hat not rounded:
  *
- *   dx      = rstd * (g - hat * mean(g * hat)) + add, rounded to dt
- *   dweight = sum over rows of dy * hat, in fp32, rounded to dt
+ *   dx      = rstd * (g - mean(g) - hat * mean(g * hat)) + add, rounded to dt;
+ *             RMS norm has no mean(g)
+ *   dweight = sum over rows of dy * hat,  dbias = sum over rows of dy: in fp32, rounded to dt
  *   y       again, as forward gave it
  *
  * Order of sums, here: 128 lanes of a row, lane l adds numbers l, l+128, ... and the lanes are
@@ -18,7 +20,7 @@
  * order. The CUDA kernels have another order, as fixed (norm_cuda.cu).
  *
  * Aliasing: dx may be dy (the same rows); y, s and else dx may not overlap an input.
- * Source: Zhang & Sennrich 2019, eq. 4.
+ * Source: Zhang & Sennrich 2019, eq. 4; Ba et al. 2016, eq. 4.
  */
 #ifndef MT_NORM_H
 #define MT_NORM_H
@@ -35,10 +37,11 @@ typedef struct mt_rows {
 
 typedef struct mt_norm {
     mt_dtype    dt;
+    int         centred;             /* 1: layer norm, 0: RMS norm */
     int         round_first;
     float       plus, eps;
     int64_t     rows, n;             /* rows < 2^31 */
-    const void *weight;              /* [n] dt */
+    const void *weight, *bias;       /* [n] dt; NULL: ones, zeros */
 } mt_norm;
 
 typedef struct mt_norm_ahead {
@@ -47,6 +50,7 @@ typedef struct mt_norm_ahead {
     const void *add;                 /* [R,n] dt; NULL: none */
     void       *y;                   /* [R,n] dt */
     void       *s;                   /* [R,n] dt; with add only */
+    float      *mean;                /* [R]; layer norm only */
     float      *rstd;                /* [R] */
 } mt_norm_ahead;
 
@@ -54,9 +58,9 @@ typedef struct mt_norm_back {
     const void  *dy, *s;
     mt_rows      dy_rows, s_rows, dx_rows;
     const void  *add;                /* [R,n] dt; NULL: none */
-    const float *rstd;               /* [R] */
+    const float *mean, *rstd;        /* [R]; mean: layer norm only */
     void        *dx;
-    void        *dweight;            /* [n] dt */
+    void        *dweight, *dbias;    /* [n] dt; NULL: not wanted */
     void        *y;                  /* [R,n] dt; NULL: not wanted */
     float       *partial;            /* scratch: mt_norm_partials() of them */
 } mt_norm_back;

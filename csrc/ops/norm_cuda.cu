@@ -1,4 +1,4 @@
-// norm_cuda.cu — the norm of norm.h: each byte of a row is read once, kept in registers in
+// norm_cuda.cu — the norms of norm.h: each byte of a row is read once, kept in registers in
 // between.
 //
 // A row belongs to a group of G threads: up to 32 of a warp for short rows, or a whole block. The
@@ -48,14 +48,14 @@ template <typename T> struct Norm {
     int      n, group;               // group: threads of a row
     bool     round_first;
     float    plus, eps;
-    const T *weight;
+    const T *weight, *bias;
 };
 
 template <typename T> struct Ahead : Norm<T> {
     Rows     x_rows;
     const T *x, *add;
     T       *y, *s;
-    float   *rstd;
+    float   *mean, *rstd;
     uint8_t *codes;                  // [R,n], instead of y; a scale for each row
     float   *scale;
 };
@@ -63,30 +63,33 @@ template <typename T> struct Ahead : Norm<T> {
 template <typename T> struct Back : Norm<T> {
     Rows         dy_rows, s_rows, dx_rows;
     const T     *dy, *s, *add;
-    const float *rstd;
+    const float *mean, *rstd;
     T           *dx, *y;
-    float       *partial;            // [blocks][n]: dweight's
+    float       *partial;            // [1 or 2][blocks][n]: dweight's, dbias's
 };
 
 template <typename T> constexpr int W = vec<T>::N;
 
 /* ---- sums over a row ---- */
 
-// v summed over the group's threads, the same on all of them. sums: WARPS floats that nobody reads
-// or writes until every thread of the block has passed the next call.
-__device__ inline float row_sum(float v, int group, float *sums)
+// Each of v[K] summed over the group's threads, the same on all of them. sums: K * WARPS floats
+// that nobody reads or writes until every thread of the block has passed the next call.
+template <int K> __device__ inline void row_sum(float (&v)[K], int group, float *sums)
 {
     for (int apart = (group < WARP ? group : WARP) / 2; apart > 0; apart /= 2)
-        v += __shfl_xor_sync(~0u, v, apart);
+        for (int k = 0; k < K; k++)
+            v[k] += __shfl_xor_sync(~0u, v[k], apart);
     if (group <= WARP)
-        return v;
+        return;
     if (threadIdx.x % WARP == 0)
-        sums[threadIdx.x / WARP] = v;
+        for (int k = 0; k < K; k++)
+            sums[k * WARPS + threadIdx.x / WARP] = v[k];
     __syncthreads();
-    v = sums[0];
-    for (int w = 1; w < group / WARP; w++)
-        v += sums[w];
-    return v;
+    for (int k = 0; k < K; k++) {
+        v[k] = sums[k * WARPS];
+        for (int w = 1; w < group / WARP; w++)
+            v[k] += sums[k * WARPS + w];
+    }
 }
 
 // The largest magnitude's pattern among the group's, given to each. found: WARPS patterns.
@@ -110,13 +113,17 @@ template <typename T> __device__ inline unsigned row_most(unsigned most, int gro
 // w: what was read of weight.
 template <typename T> __device__ inline float weight_of(const Norm<T> &f, float w)
 {
-    return w + f.plus;
+    return f.weight != nullptr ? w + f.plus : 1.0f;
+}
+template <typename T> __device__ inline float plain_at(const T *p, int i)
+{
+    return p != nullptr ? widen(p[i]) : 0.0f;
 }
 
-// y from hat, not rounded yet. A product of -0 is 0.
-template <typename T> __device__ inline float y_of(const Norm<T> &f, float hat, float w)
+// y from hat, not rounded yet; b: 0 without a bias.
+template <typename T> __device__ inline float y_of(const Norm<T> &f, float hat, float w, float b)
 {
-    return (f.round_first ? widen(narrow<T>(hat)) : hat) * w + 0.0f;
+    return (f.round_first ? widen(narrow<T>(hat)) : hat) * w + b;
 }
 
 /* ---- forward ---- */
@@ -152,22 +159,22 @@ __device__ inline void store_coded(const Ahead<T> &a, const vec<T> (&s)[Each], b
     }
 }
 
-// s = x + add; y = hat(s) * (weight + plus); rstd.                              [R,n]
+// s = x + add; y = hat(s) * (weight + plus) + bias; rstd; mean if Centred.      [R,n]
 // Bytes: read x and add, written y and s: 2 or 4 times R * n * sizeof(T). Limit: HBM; of a copy's
 // rate (4.23 TB/s on an H200, R 32768, n 3584, bf16) 98 % with add, 78 % without.
 // Blocks of one row: several on a multiprocessor hide each other's waits.
 // Coded: y becomes codes (fp8.h) while it is in registers, half of the bytes, and is not written.
-template <typename T, int Each, bool Coded = false>
+template <typename T, int Each, bool Centred, bool Coded = false>
 __global__ void __launch_bounds__(Each <= 2 ? 256 : 1024) forward(const Ahead<T> a)
 {
-    __shared__ float sums[WARPS];
+    __shared__ float sums[2][WARPS];
     const int      lane = threadIdx.x % a.group, n_vec = a.n / W<T>;
     const unsigned row  = blockIdx.x * (blockDim.x / a.group) + threadIdx.x / a.group;
     const bool     live = row < a.rows;      // the others keep exchanging: zeros
     const T       *x    = live ? a.x + begin(a.x_rows, row) : nullptr;
     const int64_t  at   = (int64_t)row * a.n;
     vec<T>         s[Each], more[Each];
-    float          sum = 0;
+    float          sum[1] = {}, mean = 0;
 
 #pragma unroll
     for (int j = 0; j < Each; j++) {
@@ -191,24 +198,45 @@ __global__ void __launch_bounds__(Each <= 2 ? 256 : 1024) forward(const Ahead<T>
         }
     }
 
+    if constexpr (Centred) {
 #pragma unroll
-    for (int j = 0; j < Each; j++)
-        for (int e = 0; e < W<T>; e++)
-            sum = fmaf(element(s[j], e), element(s[j], e), sum);
-    sum = row_sum(sum, a.group, sums);
-    const float rstd = __frsqrt_rn(sum / (float)a.n + a.eps);
+        for (int j = 0; j < Each; j++)
+            for (int e = 0; e < W<T>; e++)
+                sum[0] += element(s[j], e);
+        row_sum(sum, a.group, sums[0]);
+        mean = sum[0] / (float)a.n;
+        sum[0] = 0;
+    }
+#pragma unroll
+    for (int j = 0; j < Each; j++) {
+        const bool mine = !Centred || j * a.group + lane < n_vec;    // zeros are not centred
+        for (int e = 0; e < W<T> && mine; e++) {
+            const float d = element(s[j], e) - mean;
+            sum[0] = fmaf(d, d, sum[0]);
+        }
+    }
+    row_sum(sum, a.group, sums[1]);
+    const float rstd = __frsqrt_rn(sum[0] / (float)a.n + a.eps);
 
-    if (live && lane == 0)
+    if (live && lane == 0) {
         a.rstd[row] = rstd;
+        if (Centred)
+            a.mean[row] = mean;
+    }
 #pragma unroll
     for (int j = 0; j < Each; j++) {
         const int v = j * a.group + lane;
         if (!live || v >= n_vec)
             break;
-        const vec<T> w = load_vec(a.weight + v * W<T>);
-        float        y[W<T>];
+        vec<T> w = {}, b = {};
+        float  y[W<T>];
+        if (a.weight != nullptr)
+            w = load_vec(a.weight + v * W<T>);
+        if (a.bias != nullptr)
+            b = load_vec(a.bias + v * W<T>);
         for (int e = 0; e < W<T>; e++)
-            y[e] = y_of(a, element(s[j], e) * rstd, weight_of(a, element(w, e)));
+            y[e] = y_of(a, (element(s[j], e) - mean) * rstd, weight_of(a, element(w, e)),
+                        element(b, e));
         if constexpr (Coded)
             s[j] = rounded<T>(y);
         else
@@ -218,39 +246,54 @@ __global__ void __launch_bounds__(Each <= 2 ? 256 : 1024) forward(const Ahead<T>
         store_coded<T, Each>(a, s, live, row, lane);
 }
 
-// The same for any n, strides and alignment: a block a row, which is read twice, the second
-// time from the caches as far as they reach.
-template <typename T>
+// The same for any n, strides and alignment: a block a row, which is read two or three times, the
+// later ones from the caches as far as they reach.
+template <typename T, bool Centred>
 __global__ void __launch_bounds__(512) forward_plain(const Ahead<T> a)
 {
-    __shared__ float sums[WARPS];
+    __shared__ float sums[2][WARPS];
     const unsigned row = blockIdx.x;
     const int64_t  at  = (int64_t)row * a.n;
     const T       *s   = a.x + begin(a.x_rows, row);
-    float          sum = 0;
+    float          sum[1] = {}, mean = 0;
 
     if (a.add != nullptr) {
         for (int i = threadIdx.x; i < a.n; i += blockDim.x)
             a.s[at + i] = narrow<T>(widen(s[i]) + widen(a.add[at + i]));
         s = a.s + at;                // each thread reads what it wrote itself
     }
-    for (int i = threadIdx.x; i < a.n; i += blockDim.x)
-        sum = fmaf(widen(s[i]), widen(s[i]), sum);
-    sum = row_sum(sum, a.group, sums);
-    const float rstd = __frsqrt_rn(sum / (float)a.n + a.eps);
+    if constexpr (Centred) {
+        for (int i = threadIdx.x; i < a.n; i += blockDim.x)
+            sum[0] += widen(s[i]);
+        row_sum(sum, a.group, sums[0]);
+        mean = sum[0] / (float)a.n;
+        sum[0] = 0;
+    }
+    for (int i = threadIdx.x; i < a.n; i += blockDim.x) {
+        const float d = widen(s[i]) - mean;
+        sum[0] = fmaf(d, d, sum[0]);
+    }
+    row_sum(sum, a.group, sums[1]);
+    const float rstd = __frsqrt_rn(sum[0] / (float)a.n + a.eps);
 
-    if (threadIdx.x == 0)
+    if (threadIdx.x == 0) {
         a.rstd[row] = rstd;
-    for (int i = threadIdx.x; i < a.n; i += blockDim.x)
-        a.y[at + i] = narrow<T>(y_of(a, widen(s[i]) * rstd, weight_of(a, widen(a.weight[i]))));
+        if (Centred)
+            a.mean[row] = mean;
+    }
+    for (int i = threadIdx.x; i < a.n; i += blockDim.x) {
+        const float hat = (widen(s[i]) - mean) * rstd, w = weight_of(a, plain_at(a.weight, i));
+        a.y[at + i] = narrow<T>(y_of(a, hat, w, plain_at(a.bias, i)));
+    }
 }
 
 /* ---- backward ---- */
 
 // dx from an element's g and hat.
-__device__ inline float dx_of(float g, float hat, float rstd, float mean_gh)
+template <bool Centred>
+__device__ inline float dx_of(float g, float hat, float rstd, float mean_gh, float mean_g)
 {
-    return rstd * fmaf(-mean_gh, hat, g);
+    return rstd * (fmaf(-mean_gh, hat, g) - (Centred ? mean_g : 0.0f));
 }
 
 // A thread's sums of its columns, in shared memory so that long rows do not run out of registers: 4
@@ -301,11 +344,12 @@ constexpr int least_blocks(int each) { return each == 1 ? 5 : each == 2 ? 4 : 1;
 
 // What a thread holds of one row, and of what is the same for all rows where registers reach
 // (KEEP).
-template <typename T, int Each> struct Held {
+template <typename T, int Each, bool Centred> struct Held {
     static constexpr bool KEEP = Each <= 2;
+    static constexpr int  K = Centred ? 2 : 1;
 
     vec<T>  dy[Each], s[Each], add[KEEP ? Each : 1], w[KEEP ? Each : 1];
-    float   rstd;
+    float   rstd, mean;
     int64_t at;             // of the row in dense tensors
     int     lane, n_vec;    // vectors lane, lane + group, ... of n_vec; 0 of them: not in the row
 
@@ -317,7 +361,7 @@ template <typename T, int Each> struct Held {
 #pragma unroll
         for (int j = 0; j < (KEEP ? Each : 0); j++) {
             w[j] = {};
-            if (vector(a, j) < a.n / W<T>)
+            if (a.weight != nullptr && vector(a, j) < a.n / W<T>)
                 w[j] = load_vec(a.weight + vector(a, j) * W<T>);
         }
     }
@@ -326,7 +370,7 @@ template <typename T, int Each> struct Held {
         if constexpr (KEEP)
             return w[j];
         else
-            return load_vec(a.weight + vector(a, j) * W<T>);
+            return a.weight != nullptr ? load_vec(a.weight + vector(a, j) * W<T>) : vec<T>{};
     }
     // All loads before the first use.
     __device__ void read(const Back<T> &a, unsigned row)
@@ -335,6 +379,7 @@ template <typename T, int Each> struct Held {
         n_vec = live ? a.n / W<T> : 0;
         at    = (int64_t)row * a.n;
         rstd = live ? a.rstd[row] : 0;
+        mean = Centred && live ? a.mean[row] : 0;
         const T *from_dy = a.dy + (live ? begin(a.dy_rows, row) : 0);
         const T *from_s  = a.s + (live ? begin(a.s_rows, row) : 0);
 #pragma unroll
@@ -351,30 +396,34 @@ template <typename T, int Each> struct Held {
             }
         }
     }
-    __device__ float hat(int j, int e) const { return element(s[j], e) * rstd; }
+    __device__ float hat(int j, int e) const { return (element(s[j], e) - mean) * rstd; }
 
-    // The sum of g * hat. Adds to the columns on the way.
-    __device__ float add_up(const Back<T> &a, const Columns<T, Each> &dw) const
+    // sum: of g * hat, and of g. Adds to the columns on the way.
+    __device__ void add_up(const Back<T> &a, const Columns<T, Each> &dw, const Columns<T, Each> &db,
+                           float (&sum)[K]) const
     {
-        float sum = 0;
 #pragma unroll
         for (int j = 0; j < Each; j++) {
             if (!mine(a, j))
                 break;
             const vec<T> wj = weights(a, j);
             for (int e = 0; e < W<T>; e += 4) {
-                float d[4], h[4];
+                float d[4], h[4], one[4] = { 1, 1, 1, 1 };
                 for (int i = 0; i < 4; i++) {
                     d[i] = element(dy[j], e + i);
                     h[i] = hat(j, e + i);
-                    sum = fmaf(d[i] * weight_of(a, element(wj, e + i)), h[i], sum);
+                    const float g = d[i] * weight_of(a, element(wj, e + i));
+                    sum[0] = fmaf(g, h[i], sum[0]);
+                    if (Centred)
+                        sum[K - 1] += g;
                 }
                 dw.add(j, e, d, h);
+                if (Centred)
+                    db.add(j, e, d, one);
             }
         }
-        return sum;
     }
-    __device__ void write(const Back<T> &a, unsigned row, float mean_gh) const
+    __device__ void write(const Back<T> &a, unsigned row, float mean_gh, float mean_g) const
     {
         T *to = a.dx + (n_vec > 0 ? begin(a.dx_rows, row) : 0);
 #pragma unroll
@@ -383,17 +432,19 @@ template <typename T, int Each> struct Held {
                 break;
             const int    v = vector(a, j);
             const vec<T> wj = weights(a, j);
-            vec<T>       more = {};
+            vec<T>       b = {}, more = {};
             float        dx[W<T>], y[W<T>];
             if constexpr (KEEP)
                 more = add[j];
             else if (a.add != nullptr)
                 more = load_vec(a.add + at + v * W<T>);
+            if (a.bias != nullptr)
+                b = load_vec(a.bias + v * W<T>);
             for (int e = 0; e < W<T>; e++) {
                 const float h = hat(j, e), we = weight_of(a, element(wj, e)),
                             g = element(dy[j], e) * we;
-                dx[e] = dx_of(g, h, rstd, mean_gh) + element(more, e);
-                y[e]  = y_of(a, h, we);
+                dx[e] = dx_of<Centred>(g, h, rstd, mean_gh, mean_g) + element(more, e);
+                y[e]  = y_of(a, h, we, element(b, e));
             }
             store_vec(to + v * W<T>, rounded<T>(dx));
             if (a.y != nullptr)
@@ -402,64 +453,80 @@ template <typename T, int Each> struct Held {
     }
 };
 
-// dx, y again if wanted, and this block's part of dweight.                          [R,n]
+// dx, y again if wanted, and this block's part of dweight and dbias.               [R,n]
 // Rows blockIdx * groups + group, then on by all groups of the grid.
 // Bytes: read dy, s and add, written dx and y: 3 to 5 times R * n * sizeof(T); partial sums
 // besides, some 9 MB written and read again. Limit: HBM; of a copy's rate (4.23 TB/s on an
-// H200, R 32768, n 3584, bf16) 89 % with add and y, 77 % without.
-template <typename T, int Each>
+// H200, R 32768, n 3584, bf16) 89 % with add and y, 77 % without; centred 61 %.
+template <typename T, int Each, bool Centred>
 __global__ void __launch_bounds__(most_threads(Each), least_blocks(Each)) backward(const Back<T> a)
 {
     extern __shared__ float4 shared[];
-    __shared__ float sums[2][WARPS];
+    __shared__ float sums[2][2 * WARPS];
     using Cols = Columns<T, Each>;
     const unsigned groups = blockDim.x / a.group, group = threadIdx.x / a.group;
-    const Cols     dw = { shared + threadIdx.x };
-    Held<T, Each>  held;
-    int            turn = 0;
+    const Cols     dw = { shared + threadIdx.x }, db = { dw.mine + Cols::QUADS * blockDim.x };
+    Held<T, Each, Centred> held;
+    int                    turn = 0;
 
     dw.clear();
+    if (Centred)
+        db.clear();
     held.lane = threadIdx.x % a.group;
     held.read_weights(a);
     for (unsigned base = blockIdx.x * groups; base < a.rows;
          base += gridDim.x * groups, turn ^= 1) {
+        float sum[held.K] = {};
+
         held.read(a, base + group);
-        const float sum = row_sum(held.add_up(a, dw), a.group, sums[turn]);
-        held.write(a, base + group, sum / (float)a.n);
+        held.add_up(a, dw, db, sum);
+        row_sum(sum, a.group, sums[turn]);
+        held.write(a, base + group, sum[0] / (float)a.n, sum[held.K - 1] / (float)a.n);
     }
     __syncthreads();
     dw.hand_over(shared, a.group, a.n, a.partial);
+    if (Centred)
+        db.hand_over(shared + Cols::QUADS * blockDim.x, a.group, a.n,
+                     a.partial + (int64_t)gridDim.x * a.n);
 }
 
 // The same for any n, strides and alignment. Column sums live in the block's own part of `partial`,
 // where each thread reads what it wrote itself.
-template <typename T>
+template <typename T, bool Centred>
 __global__ void __launch_bounds__(512) backward_plain(const Back<T> a)
 {
-    __shared__ float sums[2][WARPS];
-    float *dw = a.partial + (int64_t)blockIdx.x * a.n;
+    __shared__ float sums[2][2 * WARPS];
+    constexpr int K = Centred ? 2 : 1;
+    float *dw = a.partial + (int64_t)blockIdx.x * a.n, *db = dw + (int64_t)gridDim.x * a.n;
     int    turn = 0;
 
     for (unsigned row = blockIdx.x; row < a.rows; row += gridDim.x, turn ^= 1) {
         const T      *dy = a.dy + begin(a.dy_rows, row), *s = a.s + begin(a.s_rows, row);
         T            *dx = a.dx + begin(a.dx_rows, row);
-        const float   rstd = a.rstd[row];
+        const float   rstd = a.rstd[row], mean = Centred ? a.mean[row] : 0;
         const bool    first = row == blockIdx.x;
         const int64_t at = (int64_t)row * a.n;
-        float         sum = 0;
+        float         sum[K] = {};
 
         for (int i = threadIdx.x; i < a.n; i += blockDim.x) {
-            const float d = widen(dy[i]), hat = widen(s[i]) * rstd;
-            sum   = fmaf(d * weight_of(a, widen(a.weight[i])), hat, sum);
-            dw[i] = fmaf(d, hat, first ? 0.0f : dw[i]);
+            const float d = widen(dy[i]), hat = (widen(s[i]) - mean) * rstd;
+            const float g = d * weight_of(a, plain_at(a.weight, i));
+            sum[0] = fmaf(g, hat, sum[0]);
+            dw[i]  = fmaf(d, hat, first ? 0.0f : dw[i]);
+            if (Centred) {
+                sum[K - 1] += g;
+                db[i] = d + (first ? 0.0f : db[i]);
+            }
         }
-        const float mean_gh = row_sum(sum, a.group, sums[turn]) / (float)a.n;
+        row_sum(sum, a.group, sums[turn]);
+        const float mean_gh = sum[0] / (float)a.n, mean_g = sum[K - 1] / (float)a.n;
         for (int i = threadIdx.x; i < a.n; i += blockDim.x) {
-            const float hat = widen(s[i]) * rstd, w = weight_of(a, widen(a.weight[i]));
-            const float d = dx_of(widen(dy[i]) * w, hat, rstd, mean_gh);
+            const float hat = (widen(s[i]) - mean) * rstd;
+            const float w = weight_of(a, plain_at(a.weight, i));
+            const float d = dx_of<Centred>(widen(dy[i]) * w, hat, rstd, mean_gh, mean_g);
             dx[i] = narrow<T>(a.add != nullptr ? d + widen(a.add[at + i]) : d);
             if (a.y != nullptr)
-                a.y[at + i] = narrow<T>(y_of(a, hat, w));
+                a.y[at + i] = narrow<T>(y_of(a, hat, w, plain_at(a.bias, i)));
         }
     }
 }
@@ -535,7 +602,7 @@ int width_of(const mt_norm *f) { return f->dt == MT_F32 ? 4 : 8; }
 
 bool dense_fit(const mt_norm *f, int width)
 {
-    return f->n % width == 0 && f->n / width <= 4096 && aligned16(f->weight);
+    return f->n % width == 0 && f->n / width <= 4096 && aligned16(f->weight) && aligned16(f->bias);
 }
 
 Shape forward_shape(const mt_norm *f, const mt_norm_ahead *a)
@@ -548,7 +615,7 @@ Shape forward_shape(const mt_norm *f, const mt_norm_ahead *a)
 
 size_t columns_bytes(const mt_norm *f, const Shape &shape)
 {
-    return (size_t)shape.each * shape.threads * 4 * width_of(f);
+    return (size_t)(f->centred ? 2 : 1) * shape.each * shape.threads * 4 * width_of(f);
 }
 
 Shape backward_shape(const mt_norm *f, const mt_norm_back *b)
@@ -577,29 +644,39 @@ unsigned backward_blocks(const mt_norm *f, const Shape &shape)
 template <typename T> Norm<T> norm_of(const mt_norm *f, const Shape &shape)
 {
     return { (unsigned)f->rows, (int)f->n, shape.group, f->round_first != 0, f->plus, f->eps,
-             static_cast<const T *>(f->weight) };
+             static_cast<const T *>(f->weight), static_cast<const T *>(f->bias) };
+}
+
+template <typename T, bool Centred>
+void run_forward(cudaStream_t stream, const Shape &shape, const Ahead<T> &a)
+{
+    const unsigned blocks = (a.rows + shape.groups() - 1) / shape.groups();
+
+    switch (shape.each) {
+    case 1:  forward<T, 1, Centred><<<blocks, shape.threads, 0, stream>>>(a); break;
+    case 2:  forward<T, 2, Centred><<<blocks, shape.threads, 0, stream>>>(a); break;
+    case 4:  forward<T, 4, Centred><<<blocks, shape.threads, 0, stream>>>(a); break;
+    default: forward_plain<T, Centred><<<a.rows, shape.threads, 0, stream>>>(a); break;
+    }
 }
 
 template <typename T>
 void forward_of_type(cudaStream_t stream, const mt_norm *f, const mt_norm_ahead *p)
 {
-    const Shape    shape = forward_shape(f, p);
-    const unsigned blocks = ((unsigned)f->rows + shape.groups() - 1) / shape.groups();
-    Ahead<T>       a = { norm_of<T>(f, shape), rows_of(p->x_rows), static_cast<const T *>(p->x),
-                         static_cast<const T *>(p->add), static_cast<T *>(p->y),
-                         static_cast<T *>(p->s), p->rstd, nullptr, nullptr };
+    const Shape shape = forward_shape(f, p);
+    Ahead<T>    a = { norm_of<T>(f, shape), rows_of(p->x_rows), static_cast<const T *>(p->x),
+                      static_cast<const T *>(p->add), static_cast<T *>(p->y),
+                      static_cast<T *>(p->s), p->mean, p->rstd, nullptr, nullptr };
 
     if (f->rows == 0)
         return;
-    switch (shape.each) {
-    case 1:  forward<T, 1><<<blocks, shape.threads, 0, stream>>>(a); break;
-    case 2:  forward<T, 2><<<blocks, shape.threads, 0, stream>>>(a); break;
-    case 4:  forward<T, 4><<<blocks, shape.threads, 0, stream>>>(a); break;
-    default: forward_plain<T><<<a.rows, shape.threads, 0, stream>>>(a); break;
-    }
+    if (f->centred)
+        run_forward<T, true>(stream, shape, a);
+    else
+        run_forward<T, false>(stream, shape, a);
 }
 
-// Norms whose y becomes codes: those of bf16 that the kernels of vectors take, as
+// Norms whose y becomes codes: RMS norms of bf16 that the kernels of vectors take, as
 // mt__norm_takes_codes_cuda has asked.
 void run_coded(cudaStream_t stream, const mt_norm *f, const mt_norm_ahead *p, uint8_t *codes,
                float *scale)
@@ -608,26 +685,38 @@ void run_coded(cudaStream_t stream, const mt_norm *f, const mt_norm_ahead *p, ui
     const Shape    shape = forward_shape(f, p);
     const unsigned blocks = ((unsigned)f->rows + shape.groups() - 1) / shape.groups();
     Ahead<T>       a = { norm_of<T>(f, shape), rows_of(p->x_rows), static_cast<const T *>(p->x),
-                         nullptr, nullptr, nullptr, p->rstd, codes, scale };
+                         nullptr, nullptr, nullptr, nullptr, p->rstd, codes, scale };
 
     if (f->rows == 0)
         return;
     switch (shape.each) {
-    case 1:  forward<T, 1, true><<<blocks, shape.threads, 0, stream>>>(a); break;
-    case 2:  forward<T, 2, true><<<blocks, shape.threads, 0, stream>>>(a); break;
-    default: forward<T, 4, true><<<blocks, shape.threads, 0, stream>>>(a); break;
+    case 1:  forward<T, 1, false, true><<<blocks, shape.threads, 0, stream>>>(a); break;
+    case 2:  forward<T, 2, false, true><<<blocks, shape.threads, 0, stream>>>(a); break;
+    default: forward<T, 4, false, true><<<blocks, shape.threads, 0, stream>>>(a); break;
     }
 }
 
 // Above 48 KiB a kernel's shared memory has to be asked for, once in each context; asking again is
 // cheap.
-template <typename T, int Each>
+template <typename T, int Each, bool Centred>
 void run_held(cudaStream_t stream, unsigned blocks, int threads, size_t bytes, const Back<T> &a)
 {
     if (bytes > 48 * 1024)
-        (void)cudaFuncSetAttribute(backward<T, Each>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   MAX_SMEM);
-    backward<T, Each><<<blocks, threads, bytes, stream>>>(a);
+        (void)cudaFuncSetAttribute(backward<T, Each, Centred>,
+                                   cudaFuncAttributeMaxDynamicSharedMemorySize, MAX_SMEM);
+    backward<T, Each, Centred><<<blocks, threads, bytes, stream>>>(a);
+}
+
+template <typename T, bool Centred>
+void run_backward(cudaStream_t stream, unsigned blocks, const Shape &shape, size_t bytes,
+                  const Back<T> &a)
+{
+    switch (shape.each) {
+    case 1:  run_held<T, 1, Centred>(stream, blocks, shape.threads, bytes, a); break;
+    case 2:  run_held<T, 2, Centred>(stream, blocks, shape.threads, bytes, a); break;
+    case 4:  run_held<T, 4, Centred>(stream, blocks, shape.threads, bytes, a); break;
+    default: backward_plain<T, Centred><<<blocks, shape.threads, 0, stream>>>(a); break;
+    }
 }
 
 template <typename T>
@@ -639,19 +728,19 @@ void backward_of_type(cudaStream_t stream, const mt_norm *f, const mt_norm_back 
     const dim3     square(32, 32);
     Back<T>        a = { norm_of<T>(f, shape), rows_of(p->dy_rows), rows_of(p->s_rows),
                          rows_of(p->dx_rows), static_cast<const T *>(p->dy),
-                         static_cast<const T *>(p->s), static_cast<const T *>(p->add),
+                         static_cast<const T *>(p->s), static_cast<const T *>(p->add), p->mean,
                          p->rstd, static_cast<T *>(p->dx), static_cast<T *>(p->y), p->partial };
 
-    if (blocks > 0) {
-        switch (shape.each) {
-        case 1:  run_held<T, 1>(stream, blocks, shape.threads, bytes, a); break;
-        case 2:  run_held<T, 2>(stream, blocks, shape.threads, bytes, a); break;
-        case 4:  run_held<T, 4>(stream, blocks, shape.threads, bytes, a); break;
-        default: backward_plain<T><<<blocks, shape.threads, 0, stream>>>(a); break;
-        }
-    }
-    fold_blocks<<<columns, square, 0, stream>>>(p->partial, (int)blocks, a.n,
-                                                static_cast<T *>(p->dweight));
+    if (blocks > 0 && f->centred)
+        run_backward<T, true>(stream, blocks, shape, bytes, a);
+    else if (blocks > 0)
+        run_backward<T, false>(stream, blocks, shape, bytes, a);
+    if (p->dweight != nullptr)
+        fold_blocks<<<columns, square, 0, stream>>>(p->partial, (int)blocks, a.n,
+                                                    static_cast<T *>(p->dweight));
+    if (p->dbias != nullptr)
+        fold_blocks<<<columns, square, 0, stream>>>(p->partial + (int64_t)blocks * a.n, (int)blocks,
+                                                    a.n, static_cast<T *>(p->dbias));
 }
 
 } // namespace
@@ -660,7 +749,7 @@ extern "C" int64_t mt__norm_partials_cuda(const mt_norm *norm, const mt_norm_bac
 {
     const unsigned blocks = backward_blocks(norm, backward_shape(norm, b));
 
-    return norm->n * (int64_t)(blocks > 0 ? blocks : 1);
+    return (norm->centred ? 2 : 1) * norm->n * (int64_t)(blocks > 0 ? blocks : 1);
 }
 
 extern "C" const char *mt__norm_forward_cuda(uintptr_t handle, const mt_norm *norm,
@@ -681,7 +770,8 @@ extern "C" const char *mt__norm_forward_cuda(uintptr_t handle, const mt_norm *no
 
 extern "C" int mt__norm_takes_codes_cuda(const mt_norm *norm, const mt_norm_ahead *a)
 {
-    return norm->dt == MT_BF16 && a->add == nullptr && forward_shape(norm, a).each > 0;
+    return norm->dt == MT_BF16 && !norm->centred && a->add == nullptr &&
+           forward_shape(norm, a).each > 0;
 }
 
 extern "C" const char *mt__norm_codes_cuda(uintptr_t handle, const mt_norm *norm,
