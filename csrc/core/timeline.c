@@ -304,14 +304,10 @@ void mt_timeline_step(mt_timeline *t, int number, mt_queue *run)
 
 int64_t mt_timeline_read(mt_timeline *t, mt_record *out, int64_t cap)
 {
-    int64_t n = 0, first;
-    entry  *ring;
+    int64_t n = 0, first = MT_LOCKED(&t->mu, t->next);
+    entry  *ring = MT_LOCKED(&t->mu, t->ring);           /* another thread may make it just now */
 
     MT_HOLD(&t->reading);
-    MT_WITH(&t->mu) {
-        first = t->next;
-        ring = t->ring;                  /* another thread may make it just now */
-    }
     for (int64_t i = 0; ring != NULL && i < KEPT && n < cap; i++) {      /* the oldest at first */
         entry *e = &ring[(first + i) % KEPT];
 
