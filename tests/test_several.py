@@ -473,7 +473,7 @@ def test_ranks_that_wait_in_vain_say_where(what: str, said: tuple[str, ...], tmp
 def test_who_waits_in_vain(notes: dict[int, tuple[str, list[int]]], stuck: list[int],
                            monkeypatch: pytest.MonkeyPatch) -> None:
     waits = Waits.__new__(Waits)
-    waits._members, waits._me = notes[0][1], 0
+    waits.members, waits._me = notes[0][1], 0
     monkeypatch.setattr(waits, "_read", lambda r: {"at": notes[r][0], "of": notes[r][1]} if r in notes else None)
     assert sorted(waits.stuck()) == stuck
 
