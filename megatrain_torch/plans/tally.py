@@ -48,8 +48,8 @@ class Tally:
         self.files = {home: [self._file(unit, home == "disk+weights") for unit in units] for home in DISKS}
 
     def host(self, homes: Sequence[str], micro: int, copied: bool = False) -> dict[str, int]:
-        """In host memory, by plane and beside planes. copied: with copies of what lives elsewhere, whole: a machine that
-        reads all states has other machines' too."""
+        """In host memory, by plane and beside planes. copied: with copies of what lives elsewhere: a machine that
+        reads all states has them whole."""
         total = self._sum(homes, micro > 1, copied, 0)
         if not self.keeps:
             total["gradients"] = sum(self.lent(homes))
