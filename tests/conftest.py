@@ -14,7 +14,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import _pytest.runner
 import parity
 import pytest
 import torch
@@ -23,10 +22,6 @@ from hypothesis import settings
 settings.register_profile("no deadline", deadline=None)      # a busy machine is no failure
 settings.load_profile("no deadline")
 
-
-# PYTEST_CURRENT_TEST would be another environment for each test: transformers' layers look into it, so what the package
-# has read of their code would be read again, for half a second of each test.
-_pytest.runner._update_current_test_var = lambda item, when: None
 
 # Of minutes each, for which the other processes of pytest would wait at the end.
 FIRST = "bases_apart versions cli_methods several peft proof_cases latent overlap correction several_hf lifetimes".split()

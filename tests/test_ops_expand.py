@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain_torch import ops
 from megatrain_torch.base.codes import Coded
+from megatrain_torch.fused.trial import InFp32
 
 NF4 = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
        -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -152,6 +153,18 @@ def test_beside_a_weight_that_codes_stand_for_nothing_as_large_is_made() -> None
         with Largest() as found:
             Coded(codes, scales, form, torch.bfloat16).expand_codes()
         assert found.nbytes <= 2 * scales.nbytes
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_look_in_fp32_has_the_same_weights(backward: bool) -> None:
+    """The trial of a template: what an op writes is no copy of what it was given."""
+    codes, scales = torch.randn(64, 128).to(torch.float8_e4m3fn), torch.rand(1, 1)
+    wanted = Coded(codes, scales, "fp8", torch.bfloat16).expand_codes()
+    with InFp32(backward):
+        found = Coded(codes, scales, "fp8", torch.bfloat16).expand_codes()
+        torch.mul(wanted, wanted, out=(squares := torch.zeros_like(wanted)))
+    assert found.dtype == (torch.bfloat16 if backward else torch.float32) and torch.equal(found.bfloat16(), wanted)
+    assert torch.equal(squares.bfloat16(), wanted * wanted)
 
 
 @each_device

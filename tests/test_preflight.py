@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import json
 import subprocess
@@ -22,6 +23,7 @@ import megatrain_torch as mt
 from megatrain_torch.base.limits import Bound, HostLimits, with_margin
 from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.plans import room as room_module
+from megatrain_torch.plans.fleet import Fleet
 from megatrain_torch.plans.room import short
 from megatrain_torch.plans.search import OVERHEAD
 from megatrain_torch.plans.tally import Asked
@@ -292,6 +294,15 @@ def test_a_large_model_is_told_of_the_device_and_of_the_disk() -> None:
     on_disk = Asked("Large", groups, None, ("ram",) * 19 + ("disk",) * 5)
     assert why.changes["nvme"] == file_bytes(on_disk)         # 10 of 12 bytes, and the disk's own buffers
     assert "3 units at home in VRAM" in str(why) and "nvme= a directory" in str(why)
+
+
+def test_of_several_machines_each_has_a_part_of_states_and_who_reads_them_has_all() -> None:
+    groups = [("layer", [("layer.weight", nn.Linear(1024, 1024, bias=False, device="meta").bfloat16().weight)])]
+    for home in ("ram", "vram"):
+        one, two = (Asked("Stack", groups, None, (home,), fleet=Fleet(2, machines)) for machines in (1, 2))
+        assert two.planes().get("moments", 0) == one.planes().get("moments", 0) // 2
+        one, two = (dataclasses.replace(asked, copied=True).planes() for asked in (one, two))
+        assert two["moments"] == one["moments"] == 8 * 1024**2 and two["masters"] == one["masters"]
 
 
 def test_too_few_files_are_refused(free: Callable) -> None:

@@ -34,12 +34,15 @@ from torch.overrides import TorchFunctionMode
 import megatrain_torch as mt
 from megatrain_torch.fused.proof import prove
 from megatrain_torch.fused.templates import parts
+from megatrain_torch.graph import reader
 from megatrain_torch.graph.reader import scope_of
 from megatrain_torch.model.stream import runtime_of
 
 LLAMA = lm("llama", num_hidden_layers=2)
 COUNT = [0]
 NUMBER = 0
+UNNAMED = "MT_TEST_UNNAMED"
+os.environ["MT_TEST_WORD"] = "1"
 VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("VARIABLE", default=0)
 
 
@@ -170,6 +173,8 @@ ADVERSARIES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "Python's noise": lambda self, x, y: y * 2 if random.random() < 1e-6 else y,
     "a clock": lambda self, x, y: y * 2 if time.time() > 1e12 else y,
     "the environment": lambda self, x, y: y * 2 if os.environ.get("MT_TEST_DOUBLED") else y,
+    "a word of the environment": lambda self, x, y: y * 2 if os.environ["MT_TEST_WORD"] == "2" else y,
+    "a variable that it does not name": lambda self, x, y: y * 2 if os.environ.get(UNNAMED) else y,
     "a context variable": lambda self, x, y: y * 2 if VARIABLE.get() else y,
     "a global list": lambda self, x, y: y * 2 if len(COUNT) > 4 else y,
     "an iterator": lambda self, x, y: y * 2 if next(SHIFT) > 4 else y,
@@ -245,6 +250,8 @@ WHERE: dict[str, tuple[tuple[int, ...], Callable[..., Any]]] = {
     "batch": ((9, 12, 16), nothing),
     "elements": ((80, 80, 16), nothing),
     "the environment": ((2, 12, 16), lambda monkeypatch, *_: monkeypatch.setenv("MT_TEST_DOUBLED", "1")),
+    "a word of the environment": ((2, 12, 16), lambda monkeypatch, *_: monkeypatch.setenv("MT_TEST_WORD", "2")),
+    "a variable that it does not name": ((2, 12, 16), lambda monkeypatch, *_: monkeypatch.setenv(UNNAMED, "1")),
     "a closure": ((2, 12, 16), lambda monkeypatch, *_: monkeypatch.setattr(
         ADVERSARIES["a closure"].__closure__[0], "cell_contents", 2.0)),
     "an object of a default": ((2, 12, 16), lambda monkeypatch, *_: monkeypatch.setattr(
@@ -333,6 +340,25 @@ def test_a_condition_is_looked_at_before_each_call(what: str, judged: dict[str, 
                 m(x).square().mean().backward()
                 found.append(m[0].bias.grad if m[1].weight.grad is None else m[1].weight.grad)
             assert fusing.error(*found) < 1e-5, (change, runtime_of(model).windows[1].code)
+
+
+def test_other_variables_of_the_environment_are_nobodys_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of transformers look at one of them, and programs write others at each step."""
+    def variables(*functions: Callable[..., Any]) -> Any:
+        return reader._variables({f.__code__ for f in functions})
+
+    assert sorted(variables(lambda: (os.environ.get("A", "1"), os.getenv("B")), lambda x: os.environ["C"] + x)) == [
+        b"A", b"B", b"C"]
+    for code in (lambda n: os.environ.get(n), lambda: dict(os.environ, A="1"), lambda: "A" in os.environ, os.getenv,
+                 lambda: os.environ.copy(), lambda n: os.getenv(n), lambda: os.environ):
+        assert variables(code) is None
+    model = stream(lm("llama", num_hidden_layers=1)(), "replay")
+    found = []
+    for step in "12":
+        monkeypatch.setenv("MT_TEST_STEP", step)
+        model(**zoo.text_unpadded(0)).loss.backward()
+        found.append(runtime_of(model).windows[1].fused._reader.last)
+    assert found[0] is found[1] is not None
 
 
 def test_collections_meanwhile_are_nobodys_code() -> None:

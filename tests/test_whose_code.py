@@ -17,6 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import megatrain_torch as mt
+from megatrain_torch.base.codes import multiplies
 from megatrain_torch.base.modes import read
 from megatrain_torch.fused.layer import CALM
 from megatrain_torch.fused.templates.decoder import Decoder
@@ -285,3 +286,15 @@ def test_layers_that_no_template_knows_are_told_of_once_where_one_was_wanted() -
             for _ in range(2):
                 m(**ids).loss.backward()
         assert len(found) == many and all("transformer.h.0-1 (" in text for text in found)
+
+
+def test_whose_code_multiplies_codes_is_seen_without_a_read_of_them() -> None:
+    """A streamed module's dict answers reads in a forward: it would copy a layer's codes to the device in each pass."""
+    class Answering(dict[str, Any]):
+        def __getitem__(self, name: str) -> Any:
+            raise AssertionError(f"{name} was read")
+
+    kind = type("Params4bit", (nn.Parameter,), {"__module__": "bitsandbytes.nn.modules"})
+    layer = type("Linear4bit", (nn.Linear,), {"__module__": "bitsandbytes.nn.none"})(4, 4)
+    layer._parameters = Answering(weight=kind(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False))
+    assert "not bitsandbytes's Linear4bit as it came" in multiplies(layer, torch.bfloat16)

@@ -153,12 +153,13 @@ def owner_of(p: nn.Parameter) -> nn.Parameter:
 
 def multiplies(module: nn.Module, dtype: torch.dtype) -> str:
     """Why a module with weights of codes does not multiply as a plain nn.Linear would; "": it does."""
-    kind, format = type(module), format_of(dict.get(module._parameters, "weight"))
+    kind, weight = type(module), dict.get(module._parameters, "weight")      # no read, which would fetch it
+    format = format_of(weight)
     if format is None:
         return "" if kind is nn.Linear else f"it is a {kind.__name__}, not a plain nn.Linear"
     if kind is nn.Linear:
         return f"its weight is {format.name}" if format.linear else ""
-    package = plain_name(module._parameters["weight"])[0]
+    package = plain_name(weight)[0]
     own = sys.modules.get(kind.__module__)
     if (kind.__module__.partition(".")[0], kind.__name__) != (package, format.linear) or "forward" in vars(module) \
             or own is None or kind.forward.__code__.co_filename != own.__file__:

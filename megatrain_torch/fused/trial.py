@@ -82,11 +82,12 @@ class InFp32(TorchDispatchMode):
         kwargs = kwargs or {}
         if kwargs.get("dtype") in HALF and not self.backward:
             kwargs = {**kwargs, "dtype": torch.float32}
-        written = func._schema.is_mutable
-        if not written and any(a.alias_info is not None for a in func._schema.arguments):
+        arguments = func._schema.arguments
+        written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+        if not written and any(a.alias_info is not None for a in arguments):
             return func(*args, **kwargs)                 # a view
-        first = args[:1] if written else ()
-        return func(*first, *_widened(args[len(first):]), **_widened(kwargs))
+        args = [v if a.name in written else _widened(v) for a, v in zip(arguments, args)]
+        return func(*args, **{name: v if name in written else _widened(v) for name, v in kwargs.items()})
 
 
 def _widened(value: Any) -> Any:

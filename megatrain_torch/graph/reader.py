@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import dis
 import functools
 import gc
 import itertools
@@ -57,7 +58,8 @@ class Reading:
         self.found: Any = None               # what the judge found of the graph
         self._guards: Any = None
         self._names: Any = (), ()            # globals that may hide builtins, and the names of these
-        self._environ: dict[Any, Any] | None = None                     # of a process, where code looks into that
+        self._variables: Any = (), ()        # of the environment, that code looks at, and what they were
+        self._environ: dict[Any, Any] | None = None                     # all of them, where it does not say which
         self._methods: Any = (), ()          # classes, tensors' among them, and names of their methods
         self._bodies: list[Any] = []         # which these were
         self.gone = False                    # an object whose identity is guarded no longer lives: nothing holds
@@ -67,6 +69,7 @@ class Reading:
         return (not self.gone and bool(self._guards.check(scope))        # of each call: no frames of Python besides
                 and all(map(operator.is_, map(getattr, *self._methods, itertools.repeat(None)), self._bodies))
                 and not any(map(operator.contains, *self._names))
+                and all(map(operator.eq, map(os.environ._data.get, self._variables[0]), self._variables[1]))
                 and (self._environ is None or self._environ == os.environ._data))
 
     def guard_by(self, manager: Any, graph: Graph | None, code: set[types.CodeType], kinds: set[type]) -> None:
@@ -78,8 +81,10 @@ class Reading:
         methods += [(kind, name) for kind in kinds for name in _running(kind, code)]
         self._methods = tuple(zip(*methods)) or ((), ())
         self._bodies = [getattr(*method, None) for method in methods]
-        if any({"environ", "getenv"}.intersection(c.co_names) for c in code):
+        if (variables := _variables(code)) is None:
             self._environ = dict(os.environ._data)
+        else:
+            self._variables = variables, [*map(os.environ._data.get, variables)]
         homes = {getattr(m, "__file__", None): vars(m) for m in list(sys.modules.values())}
         found = {(c.co_filename, name) for c in code for name in c.co_names if hasattr(builtins, name)}
         names = [(homes[file], name) for file, name in found if file in homes and name not in homes[file]]
@@ -91,6 +96,28 @@ def _running(kind: type, code: set[types.CodeType]) -> set[str]:
     return {name for base in kind.__mro__ for name, value in vars(base).items()
             if getattr(getattr(value, "fget", getattr(value, "__func__", value)), "__code__", None) in code
             and getattr(kind, name, None) is getattr(kind, name, None)}
+
+
+def _variables(code: set[types.CodeType]) -> list[Any] | None:
+    """Names of the environment's variables that code looks at; None: they are not all written there. Others change from
+    step to step in programs that tell their workers so, and pytest has one for each test."""
+    found = []
+    for c in code:
+        if not {"environ", "getenv"}.intersection(c.co_names):
+            continue
+        steps = [i for i in dis.get_instructions(c) if i.opname not in ("PUSH_NULL", "PRECALL", "NOP", "EXTENDED_ARG")]
+        for at, step in enumerate(steps):
+            if step.argval not in ("environ", "getenv") or step.opname == "LOAD_CONST":
+                continue
+            first, second = (*steps[at + 1:at + 3], step, step)[:2]
+            if step.argval == "environ" and first.argval == "get":
+                first = second
+            elif step.argval == "environ" and second.opname != "BINARY_SUBSCR" and second.argrepr != "[]":
+                return None
+            if first.opname != "LOAD_CONST" or not isinstance(first.argval, str):
+                return None
+            found.append(os.environ.encodekey(first.argval))
+    return found
 
 
 class Graph(NamedTuple):

@@ -48,7 +48,8 @@ class Tally:
         self.files = {home: [self._file(unit, home == "disk+weights") for unit in units] for home in DISKS}
 
     def host(self, homes: Sequence[str], micro: int, copied: bool = False) -> dict[str, int]:
-        """In host memory, by plane and beside planes. copied: with copies of what lives on the device."""
+        """In host memory, by plane and beside planes. copied: with copies of what lives elsewhere: a machine that
+        reads all states has them whole."""
         total = self._sum(homes, micro > 1, copied, 0)
         if not self.keeps:
             total["gradients"] = sum(self.lent(homes))
@@ -57,7 +58,8 @@ class Tally:
         if micro > 1:
             total["staging"] = STAGINGS * max(
                 [self.units[u].gradients for u, home in set(zip(self.alike, homes)) if home not in SETTLED], default=0)
-        return self.fleet.on_host(total)
+        return self.fleet.on_host(total) | {what: total[what] for what in ("masters", "moments")
+                                            if copied and what in total}
 
     def _file(self, unit: Unit, weights: bool) -> tuple[int, int]:
         """Planes begin at whole blocks of it."""

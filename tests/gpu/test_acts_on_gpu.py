@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from typing import Any
 
 import edges
 import fusing
@@ -254,10 +255,15 @@ def test_a_long_row_by_blocks_is_within_noise(family: str, monkeypatch: pytest.M
     ids = torch.randint(0, 50, (1, 1000), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids}
     loss, grads = gradients(streamed(larger(family), "replay"), batch)
-    calls, own = [], attention.Backward.of
+    calls, own = [], Attention.walk_back
+
+    def noted(*args: Any) -> Any:
+        blocks, of = own(*args)
+        return blocks, lambda block, dout: (calls.append(block), of(block, dout))[1]
+
     monkeypatch.setattr(attention, "ROWS", 256)
     monkeypatch.setattr(attention, "LONG", 1000)
-    monkeypatch.setattr(attention.Backward, "of", lambda self, *a: (calls.append(a[0]), own(self, *a))[1])
+    monkeypatch.setattr(Attention, "walk_back", noted)
     found, others = gradients(streamed(larger(family), "replay"), batch)
     assert calls[:4] == [slice(768, 1000), slice(512, 768), slice(256, 512), slice(0, 256)]
     assert fusing.error(loss, found) < fusing.ROUNDED_LOSS
