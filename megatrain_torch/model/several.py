@@ -137,8 +137,8 @@ def leaves_in_order(core: _core.Engine, ranks: Ranks, machines: Between | None) 
         elif core.gone():
             ranks.give_up()
         core.close()
-    # What this rank said goes first, to those who still hear it. Where that has no end groups are aborted, and so threads
-    # of ours that look at pieces end: they must not come back to Python later.
+    # What this rank said goes first, to those who still hear it. Where that has no end groups are aborted, so that our
+    # threads that look at pieces end: they must not come back to Python later.
     ended = machines is None or machines.finish(_LAST_STEP_S)
     ranks.leave(failed or not (orderly and ended))
     if not ended:
