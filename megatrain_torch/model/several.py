@@ -134,9 +134,10 @@ def leaves_in_order(core: _core.Engine, ranks: Ranks, machines: Between | None) 
             core.drain()
             core.stay(_LAST_STEP_S)
             orderly = not any(died for *_, died in core.gone())
-        elif core.gone():
+    with contextlib.suppress(Exception):
+        if (failed or not orderly) and core.gone():
             ranks.give_up()
-        core.close()
+        core.close()                         # else what this rank says has no end
     # What this rank said goes first, to those who still hear it. Where that has no end groups are aborted, so that our
     # threads that look at pieces end: they must not come back to Python later.
     ended = machines is None or machines.finish(_LAST_STEP_S)
