@@ -138,7 +138,7 @@ static mt_status let_others(mt_resident *r)
     if (r->down < r->turn)
         return MT_OK;
     for (int u = 0; u < r->n_units; u++)
-        all += r->units[u] != NULL ? r->units[u]->bytes : 0;
+        all += r->units[u] != NULL && mt_arrive_invited(r, u) ? r->units[u]->bytes : 0;
     r->turn = r->down + all / TURNS;
     return r->dev->ops->call(r->guests, nothing, NULL);
 }

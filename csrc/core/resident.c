@@ -117,10 +117,10 @@ mt_status mt_resident_settle(mt_resident *r, int unit, void *mem)
         MT_TRY(r->dev->ops->event_open(r->dev, &h->lowered));
         MT_TRY(r->dev->ops->event_open(r->dev, &h->raised));
     }
-    r->units[unit] = h;                      /* before another rank may ask for its planes */
+    MT_WITH(&r->mu) r->units[unit] = h;      /* before another rank may ask for its planes */
     if ((st = mt_store_move(r->store, unit, &mt_home_vram, r)) == MT_OK)
         return MT_OK;
-    r->units[unit] = NULL;
+    MT_WITH(&r->mu) r->units[unit] = NULL;
 
 fail:
     settled_close(r, h);

@@ -305,10 +305,11 @@ void mt_timeline_step(mt_timeline *t, int number, mt_queue *run)
 int64_t mt_timeline_read(mt_timeline *t, mt_record *out, int64_t cap)
 {
     int64_t n = 0, first = MT_LOCKED(&t->mu, t->next);
+    entry  *ring = MT_LOCKED(&t->mu, t->ring);           /* another thread may make it just now */
 
     MT_HOLD(&t->reading);
-    for (int64_t i = 0; t->ring != NULL && i < KEPT && n < cap; i++) {   /* the oldest at first */
-        entry *e = &t->ring[(first + i) % KEPT];
+    for (int64_t i = 0; ring != NULL && i < KEPT && n < cap; i++) {      /* the oldest at first */
+        entry *e = &ring[(first + i) % KEPT];
 
         if (take_known(t, e)) {
             out[n++] = e->r;

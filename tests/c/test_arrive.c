@@ -22,7 +22,7 @@ typedef struct hotel {
     mt_dev    *dev;
     mt_store  *store;
     mt_resident *r;
-    void      *slot;
+    void      *slot, *next;      /* of the unit, and of one that is settled behind it */
     mt_queue  *run, *other;
     void      *mem[ROOMS];
     size_t     bytes[ROOMS];
@@ -66,6 +66,8 @@ static void hotel_close(hotel *h)
 {
     mt_resident_close(h->r);
     h->dev->ops->mem_free(h->dev, h->slot);
+    if (h->next != NULL)
+        h->dev->ops->mem_free(h->dev, h->next);
     if (h->run != NULL)
         h->dev->ops->queue_close(h->run);
     if (h->other != NULL)
@@ -119,11 +121,25 @@ static mt_status before(hotel *h, mt_queue *q)
     return MT_LOCKED(&h->r->mu, mt__arrive_before(h->r, h->r->units[0], q));
 }
 
-static mt_status behind(hotel *h, mt_queue *made, const int *params, int n)
+static mt_status behind_of(hotel *h, int unit, mt_queue *made, const int *params, int n)
 {
     MT_HOLD(&h->r->mu);
-    TRY(h->dev->ops->record(made, h->r->units[0]->done));
-    return mt__arrive_behind(h->r, h->r->units[0], params, n);
+    TRY(h->dev->ops->record(made, h->r->units[unit]->done));
+    return mt__arrive_behind(h->r, h->r->units[unit], params, n);
+}
+
+static mt_status behind(hotel *h, mt_queue *made, const int *params, int n)
+{
+    return behind_of(h, 0, made, params, n);
+}
+
+/* A second unit, as large as the first. */
+static void settle_next(hotel *h)
+{
+    int unit = store_add(h->store, "head", mt_store_desc(h->store, 0, 0), 1);
+
+    REQUIRE_OK(h->dev->ops->mem_alloc(h->dev, mt_store_hi_bytes(h->store, unit), &h->next));
+    REQUIRE_OK(mt_resident_settle(h->r, unit, h->next));
 }
 
 static mt_status current(hotel *h)
@@ -386,10 +402,45 @@ static mt_status call_counted(mt_queue *q, void (*fn)(void *arg), void *arg)
     return call_really(q, fn, arg);
 }
 
-/* On the way down alone, and as often as CUDA takes it. */
+static mt_status (*event_open_really)(mt_dev *d, mt_event **out);
+static atomic_int stop;
+
+static mt_status event_open_slowly(mt_dev *d, mt_event **out)
+{
+    sleep_ms(2);
+    return event_open_really(d, out);
+}
+
+static void *store_often(void *arg)
+{
+    while (!atomic_load(&stop))
+        CHECK_OK(behind(arg, ((hotel *)arg)->other, (int[1]){ 0 }, 1));
+    return NULL;
+}
+
+TEST(a_unit_may_be_settled_while_others_states_come_down)
+{
+    mt_dev_ops ops;
+
+    HOTEL(h, 0);
+    CHECK_OK(lift(&h));
+    ops = *h.dev->ops;
+    event_open_really = ops.event_open;
+    ops.event_open = event_open_slowly;
+    h.dev->ops = &ops;
+    atomic_store(&stop, 0);
+    pthread_t thread = thread_start(store_often, &h);
+    settle_next(&h);
+    atomic_store(&stop, 1);
+    thread_join(thread);
+    CHECK(mt_resident_mem(h.r, 1) == h.next);
+}
+
+/* On the way down alone, and as often as CUDA takes it; who is no guest any more does not count. */
 TEST(the_host_comes_between_pieces)
 {
     hotel     h;
+    int       left, taken;
     mt_dev   *dev;
 
     REQUIRE_OK(mt_dev_cpu_open(&dev));
@@ -403,6 +454,15 @@ TEST(the_host_comes_between_pieces)
     CHECK(h.n > 150);
     CHECK_EQ(atomic_load(&calls), 0);
     CHECK_OK(behind(&h, h.run, (int[1]){ 0 }, 1));
+    CHECK_OK(mt__arrive_drain(h.r));
+    CHECK(atomic_load(&calls) > 30 && atomic_load(&calls) < 56);
+    CHECK_OK(mt_arrive_leave(h.r, 0, 1, &left));
+    CHECK_OK(mt_arrive_dismiss(h.r, 0));
+    settle_next(&h);
+    CHECK_OK(mt_arrive_invite(h.r, 1));
+    CHECK_OK(mt_arrive_lift(h.r, 1, MT_ARRIVE_LEAST, h.mem, h.n, h.run, &taken));
+    atomic_store(&calls, 0);
+    CHECK_OK(behind_of(&h, 1, h.run, (int[1]){ 0 }, 1));
     CHECK_OK(mt__arrive_drain(h.r));
     CHECK(atomic_load(&calls) > 30 && atomic_load(&calls) < 56);
     off_cpu(&h);

@@ -345,6 +345,26 @@ TEST(threads_record_side_by_side)
     CHECK_EQ(mt_timeline_lost(r.t), 0);
 }
 
+static void *turn_on(void *arg)
+{
+    rig *r = arg;
+
+    sleep_ms(2);
+    CHECK_OK(mt_timeline_on(r->t, 1));
+    one(r, NULL, MT_LANE_HOST, 4);
+    return NULL;
+}
+
+TEST(it_is_read_while_it_is_first_turned_on)
+{
+    RIG(r, 0, FAULT_ONCE);
+    pthread_t thread = thread_start(turn_on, &r);
+    while (mt_timeline_read(r.t, r.got, ALL) == 0)
+        continue;
+    thread_join(thread);
+    CHECK_EQ(r.got[0].unit, 4);
+}
+
 /* Requests of a disk are under way together, and the lane does one thing at a time: a record begins
  * where the one before ended. */
 TEST(records_of_what_is_over_follow_each_other)
