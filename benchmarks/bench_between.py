@@ -79,7 +79,7 @@ def both(out: Any, into: Any, device: torch.device, mine: torch.Tensor, theirs: 
     def hear() -> None:
         pieces = Pieces(device)
         for _ in range(rounds):
-            pieces.receive([theirs], into)
+            pieces.receive(theirs, into)
         pieces.land()
 
     threads, began = [threading.Thread(target=what) for what in (send, hear)], time.perf_counter()

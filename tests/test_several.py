@@ -6,7 +6,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +20,12 @@ from run_kill_several import kill
 from several import Job, Pool, alone, differences, loaded, memory, saved
 from torch import nn
 
+from megatrain_torch import MegatrainError
+from megatrain_torch.group import between
+from megatrain_torch.group.ranks import Ranks, give_back
 from megatrain_torch.group.waits import Waits, done
 from megatrain_torch.model.filling import _give_memory
-from megatrain_torch.model.several import processors
+from megatrain_torch.model.several import leaves_in_order, processors
 
 ARCHITECTURES = ("llama", "qwen3", "gemma2", "gpt2", "opt", "mixtral", "gpt_oss", "deepseek_v3", "mamba", "bert", "t5",
                  "vit")
@@ -284,6 +290,108 @@ def test_bytes_that_go_in_pieces_are_whole_where_they_come(pool: Pool) -> None:
     assert pool.call("several:pieces", 2) == [[True] * 6] * 2
 
 
+class EndsAsTheWaitDoes:
+    """Work of torch.distributed's that is over between the end of a wait and the next look."""
+
+    def __init__(self, *said: str) -> None:
+        self.said = list(said)
+
+    def wait(self, within: object = None) -> None:
+        if self.said and (text := self.said.pop(0)):
+            raise RuntimeError(text)
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class Fails:
+    """A group whose first work is refused, and whose second fails."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def send(self, *_: object) -> EndsAsTheWaitDoes:
+        self.asked += 1
+        if self.asked == 1:
+            raise RuntimeError("refused")
+        return EndsAsTheWaitDoes(*["Connection closed"] * (self.asked == 2))
+
+    def recv(self, *_: object) -> EndsAsTheWaitDoes:
+        return EndsAsTheWaitDoes("Connection closed")
+
+
+def test_whoever_sends_goes_on_behind_what_did_not_go() -> None:
+    """A buffer that is lost each time would be waited for without end."""
+    pieces, group = between.Pieces(torch.device("cpu")), Fails()
+    for said in ("refused", "Connection closed"):
+        with pytest.raises(RuntimeError, match=said):
+            pieces.send(torch.zeros(8, dtype=torch.uint8), [group])
+            pieces.land()
+    for _ in range(between.BUFFERS + 1):
+        pieces.send(torch.zeros(8, dtype=torch.uint8), [group])
+    pieces.land()
+    assert len(pieces._spare) == between.BUFFERS
+
+
+def test_bytes_that_did_not_come_are_never_told_of() -> None:
+    """Work of NCCL's that failed is completed too. Nor are any told of from when groups are given up."""
+    told, pieces = [], between.Pieces(torch.device("cpu"))
+    pieces._stream, pieces._entered = object(), nullcontext              # as on CUDA: who looks does not wait
+    pieces.receive(torch.zeros(8, dtype=torch.uint8), Fails())
+    pieces.behind(lambda: told.append(1))
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        pieces.land()
+    given_up = Event()
+    pieces = between.Pieces(torch.device("cpu"), Event(), given_up)
+    pieces.behind(lambda: told.append(2))
+    given_up.set()
+    with pytest.raises(RuntimeError, match="nothing more"):
+        pieces.land()
+    assert not told
+
+
+class Ends:
+    """An engine, and groups of its ranks, as a process ends. drained: what that raises."""
+
+    def __init__(self, drained: Exception | None = None, died: bool = False, closed: bool = False) -> None:
+        self.done, self._drained, self._died, self._closed = [], drained, died, closed
+
+    def watchdog(self, _: float) -> None:
+        if self._closed:
+            raise MegatrainError("the engine is closed")
+
+    def drain(self) -> None:
+        if self._drained is not None:
+            raise self._drained
+
+    def gone(self) -> list[tuple[int, int, bool]]:
+        return [(1, 1, True)] * self._died
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: self.done.append(name)
+
+
+@pytest.mark.parametrize("ends, how", [
+    (Ends(), "shutdown"), (Ends(closed=True), "shutdown"), (Ends(died=True), "abort"),
+    (Ends(MegatrainError("rank 1 ended")), "abort")], ids=["in order", "unstreamed", "one died", "not drained"])
+def test_groups_that_may_never_end_are_aborted(ends: Ends, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a script has caught the error, and exits: shutdown() would wait for who is gone."""
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    ranks, group = Ranks.__new__(Ranks), Ends()
+    ranks.ways, ranks.given_up, ranks._gathers = {}, Event(), group
+    ranks.data = SimpleNamespace(_device_types=[])
+    leaves_in_order(ends, ranks, None)
+    assert (set(group.done), ends.done[-1:]) == ({how}, ["close"])
+
+
+def test_a_way_is_given_back_once() -> None:
+    ranks, group = Ranks.__new__(Ranks), Ends()
+    ranks.ways, ranks.given_up, ranks._gathers = {(0, 1): group}, Event(), None
+    give_back(ranks.ways, (0, 1))
+    ranks.leave(failed=True)
+    assert group.done == ["shutdown"]
+
+
 def test_each_machine_has_the_first_ones_model(pool: Pool) -> None:
     wanted = several_load.made_by_the_script(0, None, "of_other_values")
     found = pool.call("several:apart", 2, 2, "several_load:made_by_the_script", "of_other_values")
@@ -476,20 +584,6 @@ def test_who_waits_in_vain(notes: dict[int, tuple[str, list[int]]], stuck: list[
     waits.members, waits._me = notes[0][1], 0
     monkeypatch.setattr(waits, "_read", lambda r: {"at": notes[r][0], "of": notes[r][1]} if r in notes else None)
     assert sorted(waits.stuck()) == stuck
-
-
-class EndsAsTheWaitDoes:
-    """Work of torch.distributed's that is over between the end of a wait and the next look."""
-
-    def __init__(self, *said: str) -> None:
-        self.said = list(said)
-
-    def wait(self, within: object) -> None:
-        if self.said and (text := self.said.pop(0)):
-            raise RuntimeError(text)
-
-    def is_completed(self) -> bool:
-        return True
 
 
 def test_work_that_ends_as_the_wait_does_is_over() -> None:

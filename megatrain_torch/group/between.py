@@ -17,7 +17,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from .. import _core
-from .ranks import Ranks
+from .ranks import Ranks, give_back
 
 PIECE = 32 << 20             # bytes that are sent at once; of them each direction has BUFFERS on the device: one is
 BUFFERS = 3                  # filled, one sent or received, one emptied
@@ -49,12 +49,14 @@ class Between:
         self._tells = _begun(line.tell, "mt-tells")
         self._hear = [_begun(lambda rank=rank: line.hear(rank), f"mt-hears-{rank}") for rank in ranks.spoken_for()]
 
-    def finish(self, seconds: float) -> None:
+    def finish(self, seconds: float) -> bool:
         """The engine is closed: all that this rank said has gone, and no thread of ours comes back to Python, which may
-        end, or so much time has gone by."""
+        end. False: so much time has gone by."""
         deadline = time.monotonic() + seconds
-        for thread in {self._tells, *self._hear} - {threading.current_thread()}:
+        threads = {self._tells, *self._hear} - {threading.current_thread()}
+        for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
 
 
 class Line:
@@ -65,12 +67,13 @@ class Line:
         self._group = ranks.control.carrier("between")
         self._hearers = ranks.hearers()      # of this rank, by machine
         self._turn = threading.Lock()        # held while a parcel and its bytes are sent, and for who is told
+        self._rank, self._ways, self._given_up = ranks.rank, ranks.ways, ranks.given_up
         self._out = {hearer: way for (rank, hearer), way in ranks.ways.items() if rank == ranks.rank}
         self._into = {rank: way for (rank, hearer), way in ranks.ways.items() if hearer == ranks.rank}
         self._device = device if ranks.nccl() else torch.device("cpu")
 
     def tell(self) -> None:
-        last, pieces = False, Pieces(self._device)
+        last, pieces = False, Pieces(self._device, self._given_up)
         while not last:
             batch = self._next()
             last = any(ends for *_, ends in batch)
@@ -83,7 +86,10 @@ class Line:
                         pieces.send(torch.from_numpy(data), groups)
         for machine in list(self._hearers):
             self._end(machine)
-        _finish(pieces, self._out.values())
+        with suppress(RuntimeError):
+            pieces.land()
+        for hearer in self._out:
+            give_back(self._ways, (self._rank, hearer))
 
     def _is_for(self, machine: str, to: int) -> bool:
         return to < 0 or self._machines[to] == machine
@@ -133,6 +139,7 @@ class Line:
         told.put(None)
         comes.join()
         self._end(self._machines[rank])
+        give_back(self._ways, (rank, self._rank), failed=gone.is_set())
 
     def _parcels(self, rank: int) -> list[bytes]:
         """The next that go at once; []: nothing more will come."""
@@ -143,8 +150,8 @@ class Line:
         return parcels[:parcels.index(_NONE)] if _NONE in parcels else parcels
 
     def _come(self, rank: int, told: SimpleQueue[Any], gone: threading.Event) -> None:
-        pieces, way = Pieces(self._device, gone), self._into[rank]
         try:
+            pieces, way = Pieces(self._device, gone, self._given_up), self._into[rank]
             while (pair := _taken(told, pieces)) is not None:
                 parcel, place = pair
                 if place is not None and place.nbytes > SMALL:
@@ -152,9 +159,9 @@ class Line:
                 pieces.behind(lambda parcel=parcel: self._has_come(rank, parcel))
             pieces.land()
         except RuntimeError:
-            if not gone.wait(_GONE_S):
+            if not (self._given_up.is_set() or gone.wait(_GONE_S)):
+                _core.relay_gone(self._relay, rank)      # his process lives, and yet nothing more will come
                 raise
-        _finish(pieces, [way])
 
     def _has_come(self, rank: int, parcel: bytes) -> None:
         self._delay()
@@ -191,29 +198,31 @@ class Pieces:
     the driver, with its lock, for a process that may wait for this one in the same way.
     """
 
-    def __init__(self, device: torch.device, gone: threading.Event | None = None) -> None:
-        """In the thread that uses it. gone: nothing more will come, so who waits gets a RuntimeError."""
+    def __init__(self, device: torch.device, *gone: threading.Event) -> None:
+        """In the thread that uses it. gone: nothing more will come, or go, so who waits gets a RuntimeError."""
         self._device, self._gone, self._stream = device, gone, None
         if device.type == "cuda":
             torch.cuda.set_device(device)
             self._stream = torch.cuda.Stream(device, priority=-1)    # NCCL's streams have that too (Control.way)
-        self._spare = [torch.empty(PIECE, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+        with self._entered():                # else who had this memory before may be at it still
+            self._spare = [torch.empty(PIECE, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
         self._busy: deque[Piece] = deque()
 
     def send(self, host: Tensor, groups: Sequence[Any]) -> None:
         """Returns when the last pieces are on their way."""
         for piece in host.split(PIECE):
-            buffer = self._buffer()
+            buffer, works = self._next(None)
             with self._entered():
                 part = buffer[:len(piece)].copy_(piece, non_blocking=True)
-                self._busy.append(Piece(buffer, [group.send([part], 1, 0) for group in groups]))
+                for group in groups:
+                    works.append(group.send([part], 1, 0))
 
     def receive(self, place: Tensor, group: Any) -> None:
         """Returns when the last pieces are on their way."""
         for piece in place.split(PIECE):
-            buffer = self._buffer()
+            buffer, works = self._next(piece)
             with self._entered():
-                self._busy.append(Piece(buffer, [group.recv([buffer[:len(piece)]], 0, 0)], piece))
+                works.append(group.recv([buffer[:len(piece)]], 0, 0))
 
     def behind(self, act: Callable[[], None]) -> None:
         """act is called when all that was put before is over."""
@@ -225,38 +234,40 @@ class Pieces:
             self.nap()
 
     def step(self) -> bool:
-        """Takes each piece as far as it can go by now. False: nothing is on its way."""
+        """Takes each piece as far as it can go by now. False: nothing is on its way. Raises: a piece did not come, or
+        go; of those behind it the next call knows."""
         for piece in self._busy:
-            if piece.works and all(map(self._has_ended, piece.works)):
-                piece.works = []
-                if piece.place is not None and piece.buffer is not None:
-                    with self._entered():
+            # gloo's works are not seen to end but by who waits.
+            if piece.works and (self._stream is None or all(work.is_completed() for work in piece.works)):
+                works, piece.works = piece.works, []
+                with self._entered():
+                    for work in works:
+                        work.wait()          # NCCL's too, which are over where they failed: this raises then
+                    if piece.place is not None and piece.buffer is not None:
                         piece.place.copy_(piece.buffer[:len(piece.place)], non_blocking=True)
                         piece.landed = None if self._stream is None else self._stream.record_event()
         while self._busy and self._busy[0].is_over():
             piece = self._busy.popleft()
             if piece.buffer is not None:
                 self._spare.append(piece.buffer)
-            self._go_on()                # behind the look at works: those of who is gone end with any bytes
+            self._go_on()                # behind the look at works: where somebody is gone they end with any bytes
             if piece.act is not None:
                 piece.act()
         return bool(self._busy)
 
-    def _has_ended(self, work: Any) -> bool:
-        if self._stream is not None:
-            return work.is_completed()
-        work.wait()                          # gloo's is not seen to end but by who waits
-        return True
-
-    def _buffer(self) -> Tensor:
+    def _next(self, place: Tensor | None) -> tuple[Tensor, list[Any]]:
+        """A buffer, and where its works go. It counts as busy before a group is asked, which may refuse: none is lost.
+        """
         self.step()
         while not self._spare:
             self.nap()
             self.step()
-        return self._spare.pop()
+        buffer, works = self._spare.pop(), []
+        self._busy.append(Piece(buffer, works, place))
+        return buffer, works
 
     def _go_on(self) -> None:
-        if self._gone is not None and self._gone.is_set():
+        if any(event.is_set() for event in self._gone):
             raise RuntimeError("nothing more will come")
 
     def nap(self) -> None:
@@ -274,15 +285,6 @@ def _taken(told: SimpleQueue[Any], pieces: Pieces) -> Any:
             return told.get_nowait()
         pieces.nap()
     return told.get()
-
-
-def _finish(pieces: Pieces, groups: Iterable[Any]) -> None:
-    """All is over, and the groups are given back; unless somebody is gone."""
-    with suppress(RuntimeError):
-        pieces.land()
-    for group in groups:
-        with suppress(RuntimeError):                 # gloo has nothing to give back
-            group.shutdown()
 
 
 def _head(parcels: list[bytes]) -> Tensor:

@@ -46,6 +46,7 @@ class Ranks:
         self.apart = len(self.mates) < self.size         # they are on several machines
         # By (sender, hearer), groups in which weights go to other machines, and come from there.
         self.ways: dict[tuple[int, int], Any] = {}
+        self.given_up = threading.Event()                # from then on what goes in its groups ends with any bytes
         self._aside: Ranks | None = None
         self._gathers: Any = None
 
@@ -88,6 +89,7 @@ class Ranks:
 
     def give_up(self) -> None:
         """Another process is gone, for which NCCL's kernels wait without end: they are ended."""
+        self.given_up.set()
         backends = [self._backend(), *self.ways.values()] if self.nccl() else []
         if self._gathers is not None:
             backends.append(self._gathers)
@@ -98,20 +100,22 @@ class Ranks:
     @contextmanager
     def connected(self, device: torch.device) -> Iterator[None]:
         """As connect; what is in there fails on all ranks or on none."""
-        self.connect(device)
         try:
+            self.connect(device)
             yield
         except BaseException:
             self.leave(failed=True)
             raise
 
     def leave(self, failed: bool) -> None:
-        """Gives back the groups that are its own. failed: nobody waits for what is under way there."""
-        own = [*(self.ways.values() if failed else ()), *([] if self._gathers is None else [self._gathers])]
-        self._gathers = None
-        for group in own:
-            with contextlib.suppress(Exception):
-                (group.abort if failed else group.shutdown)()
+        """Gives back the groups that are its own; the ways, by which the last things go, only where that failed. Else
+        who uses them does. failed: nobody waits for what is under way there, which may have no end."""
+        if failed:
+            self.given_up.set()
+            for pair in list(self.ways):
+                give_back(self.ways, pair, failed)
+        gathers, self._gathers = {"": self._gathers}, None
+        give_back(gathers, "", failed)
 
     def _on(self, machine: str) -> list[int]:
         return [r for r, other in enumerate(self.machines) if other == machine]
@@ -150,6 +154,13 @@ class Ranks:
             if other != found[0]:
                 raise MegatrainError(f"{what} is not the same in all processes: {_first_difference(found[0], other)} "
                                      f"in rank 0 and rank {rank}; each has to make the same model in the same way")
+
+
+def give_back(groups: dict[Any, Any], name: Any, failed: bool = False) -> None:
+    """Once, whichever thread comes first: NCCL must abort nothing that was shut down."""
+    if (group := groups.pop(name, None)) is not None:
+        with contextlib.suppress(Exception):             # gloo has nothing to give back
+            (group.abort if failed else group.shutdown)()
 
 
 def ranks_of(group: Any) -> Ranks | None:

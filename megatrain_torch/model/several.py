@@ -126,17 +126,23 @@ def same_buffers(ranks: Ranks, module: nn.Module) -> None:
 def leaves_in_order(core: _core.Engine, ranks: Ranks, machines: Between | None) -> None:
     """The process ends: the others may await its part of the last step, or read what is on its device; but not where it
     failed, as they will then."""
-    failed = getattr(sys, "last_value", None) is not None
+    failed, orderly = getattr(sys, "last_value", None) is not None, True
     with contextlib.suppress(Exception):
         if not failed:
-            core.watchdog(_LAST_STEP_S)
+            core.watchdog(_LAST_STEP_S)      # raises where mt.unstream has closed it, when all was over
+            orderly = False
             core.drain()
             core.stay(_LAST_STEP_S)
-        elif core.gone():
+            orderly = not any(died for *_, died in core.gone())
+    with contextlib.suppress(Exception):
+        if (failed or not orderly) and core.gone():
             ranks.give_up()
-        core.close()
-    ranks.leave(failed)
-    if machines is not None:
+        core.close()                         # else what this rank says has no end
+    # What this rank said goes first, to those who still hear it. Where that has no end groups are aborted, so that our
+    # threads that look at pieces end: they must not come back to Python later.
+    ended = machines is None or machines.finish(_LAST_STEP_S)
+    ranks.leave(failed or not (orderly and ended))
+    if not ended:
         machines.finish(_LAST_STEP_S)
 
 
