@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from threading import Event
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -371,17 +370,18 @@ class Ends:
         return lambda *_: self.done.append(name)
 
 
-@pytest.mark.parametrize("ends, how", [
-    (Ends(), "shutdown"), (Ends(closed=True), "shutdown"), (Ends(died=True), "abort"),
-    (Ends(MegatrainError("rank 1 ended")), "abort")], ids=["in order", "unstreamed", "one died", "not drained"])
-def test_groups_that_may_never_end_are_aborted(ends: Ends, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ends, how, given", [
+    (Ends(), "shutdown", 0), (Ends(closed=True), "shutdown", 0), (Ends(died=True), "abort", 0),
+    (Ends(MegatrainError("rank 1 ended"), died=True), "abort", 1)], ids=["in order", "unstreamed", "the last", "one died"])
+def test_groups_that_may_never_end_are_aborted(ends: Ends, how: str, given: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a script has caught the error, and exits: shutdown() would wait for who is gone."""
     monkeypatch.delattr(sys, "last_value", raising=False)
     ranks, group = Ranks.__new__(Ranks), Ends()
     ranks.ways, ranks.given_up, ranks._gathers = {}, Event(), group
-    ranks.data = SimpleNamespace(_device_types=[])
+    given_up = []
+    monkeypatch.setattr(Ranks, "give_up", lambda self: given_up.append(self))    # which ends the user's group too
     leaves_in_order(ends, ranks, None)
-    assert (set(group.done), ends.done[-1:]) == ({how}, ["close"])
+    assert (set(group.done), ends.done[-1:], len(given_up)) == ({how}, ["close"], given)
 
 
 def test_a_way_is_given_back_once() -> None:

@@ -126,14 +126,14 @@ def same_buffers(ranks: Ranks, module: nn.Module) -> None:
 def leaves_in_order(core: _core.Engine, ranks: Ranks, machines: Between | None) -> None:
     """The process ends: the others may await its part of the last step, or read what is on its device; but not where it
     failed, as they will then."""
-    failed, orderly = getattr(sys, "last_value", None) is not None, True
+    failed, orderly, alone = getattr(sys, "last_value", None) is not None, True, False
     with contextlib.suppress(Exception):
         if not failed:
             core.watchdog(_LAST_STEP_S)      # raises where mt.unstream has closed it, when all was over
             orderly = False
             core.drain()
             core.stay(_LAST_STEP_S)
-            orderly = not any(died for *_, died in core.gone())
+            orderly, alone = True, any(died for *_, died in core.gone())         # who ended before it
     with contextlib.suppress(Exception):
         if (failed or not orderly) and core.gone():
             ranks.give_up()
@@ -141,7 +141,7 @@ def leaves_in_order(core: _core.Engine, ranks: Ranks, machines: Between | None) 
     # What this rank said goes first, to those who still hear it. Where that has no end groups are aborted, so that our
     # threads that look at pieces end: they must not come back to Python later.
     ended = machines is None or machines.finish(_LAST_STEP_S)
-    ranks.leave(failed or not (orderly and ended))
+    ranks.leave(failed or alone or not (orderly and ended))
     if not ended:
         machines.finish(_LAST_STEP_S)
 
