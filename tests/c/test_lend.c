@@ -118,13 +118,14 @@ typedef struct turn {
     int        unit;
     mt_status  st;
     char       text[200];
-    atomic_int over;
+    atomic_int begun, over;
 } turn;
 
 static void *lend_main(void *arg)
 {
     turn *t = arg;
 
+    atomic_store(&t->begun, 1);
     t->st = mt_store_lend(t->s, t->unit, t->line);
     snprintf(t->text, sizeof t->text, "%s", t->st == MT_OK ? "" : mt_last_error());
     atomic_store(&t->over, 1);
@@ -151,7 +152,9 @@ TEST(where_all_are_lent_the_first_is_waited_for)
     }
     void *first = grad_of(t.s, 0);
     pthread_t thread = thread_start(lend_main, &t);
-    sleep_ms(5);
+    while (!atomic_load(&t.begun))               /* on a busy machine it takes its time */
+        sleep_ms(1);
+    sleep_ms(50);
     int over = atomic_load(&t.over);
     CHECK_EQ(over, 0);
     mt_ledger_update_end(t.s, 0);
