@@ -41,7 +41,8 @@ from .choices import Limits, check_model, choose, compute_device, fitted
 from .filling import Origins, declare, empty, fill
 from .install import install, move_buffers, remove
 from .planning import Planning
-from .runtime import Runtime, find_runtime, runtime_of
+from .registry import runtime_of
+from .runtime import Runtime, find_runtime
 from .several import check, engine, leaves_in_order, same_buffers, watch
 
 
