@@ -105,7 +105,7 @@ class Owned:
                 say(f"{self.run}: this file system has no locks ({why.strerror}); no second run may write there")
                 break
             # Whoever had the lock before may have removed the file meanwhile. Links are not counted alike by all file
-            # systems: so what the name stands for now is compared.
+            # systems, so what the name stands for by then is compared.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(fd), os.stat(path)):
                     self._lock = fd

@@ -7,8 +7,8 @@ through device memory: NCCL's on CUDA, gloo's on the CPU device.
 
 A sender waits for nothing but the network, and a hearer for nothing else, so neither waits for the other's. NCCL runs
 what a group is given one after the other, so each direction of a pair has a group of its own. A piece is received as
-soon as it is sent, whatever else the two processes do: the hearer was told of it before, and no thread holds the
-driver's lock while it waits for a piece (Pieces).
+soon as it is sent, whatever else the two processes do: the hearer was told of it before, and neither waits for a piece
+inside the driver (Pieces).
 """
 from __future__ import annotations
 
@@ -193,9 +193,9 @@ class Piece:
 class Pieces:
     """Bytes of host memory that go to other ranks, or come from one, by way of a few buffers on the device.
 
-    A command that follows a send or a receive is queued when that is over: the host looks. Streams share hardware
-    queues of some thousand commands. Where those behind a receive fill one, whoever queues another command waits inside
-    the driver, with its lock, for a process that may wait for this one in the same way.
+    A copy to host memory is queued when the receive before it is over: the host looks. Queued behind a receive, it kept
+    its caller inside the driver, with the driver's lock, until the bytes had come (seen on H100 and H200). Meanwhile no
+    other thread of the process could queue a send, and in the other process neither.
     """
 
     def __init__(self, device: torch.device, *gone: threading.Event) -> None:

@@ -82,7 +82,8 @@ class Control:
         store, place = dist.PrefixStore(f"way/{sender}-{hearer}", self._store), (sender, hearer).index(self._rank)
         if device.type != "cuda":
             return dist.ProcessGroupGloo(store, place, 2, self.patience)
-        # Of high priority: its kernels then stand in no hardware queue behind compute, nor compute behind them.
+        # Of high priority, since streams of one priority share few hardware queues: compute does not wait there behind
+        # a receive. CUDA does not promise that.
         group = _nccl(store, [sender, hearer], place, self.patience, is_high_priority_stream=True, max_ctas=_CTAS)
         first = torch.zeros(1, device=device)
         (group.recv([first], 0, 0) if place else group.send([first], 1, 0)).wait()

@@ -114,8 +114,9 @@ class Ranks:
             self.given_up.set()
             for pair in list(self.ways):
                 give_back(self.ways, pair, failed)
-        gathers, self._gathers = {"": self._gathers}, None
-        give_back(gathers, "", failed)
+        if self._gathers is not None:
+            _end(self._gathers, failed)
+        self._gathers = None
 
     def _on(self, machine: str) -> list[int]:
         return [r for r, other in enumerate(self.machines) if other == machine]
@@ -159,8 +160,12 @@ class Ranks:
 def give_back(groups: dict[Any, Any], name: Any, failed: bool = False) -> None:
     """Once, whichever thread comes first: NCCL must abort nothing that was shut down."""
     if (group := groups.pop(name, None)) is not None:
-        with contextlib.suppress(Exception):             # gloo has nothing to give back
-            (group.abort if failed else group.shutdown)()
+        _end(group, failed)
+
+
+def _end(group: Any, failed: bool) -> None:
+    with contextlib.suppress(Exception):                 # gloo has nothing to give back
+        (group.abort if failed else group.shutdown)()
 
 
 def ranks_of(group: Any) -> Ranks | None:
