@@ -34,7 +34,8 @@ MODELS = {
     "Qwen/Qwen3-14B": shape("qwen3", 5120, 17408, 40, 40, 8, 151936, 40960, head_dim=128),
     "Qwen/Qwen3-32B": shape("qwen3", 5120, 25600, 64, 64, 8, 151936, 40960, head_dim=128),
     "Qwen/Qwen3-30B-A3B-Instruct-2507": shape("qwen3_moe", 2048, 6144, 48, 32, 4, 151936, 262144, head_dim=128,
-                                              moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8),
+                                              moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
+                                              norm_topk_prob=True),
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B": shape("qwen2", 5120, 27648, 64, 40, 8, 152064, 131072),
     "meta-llama/Llama-3.1-8B-Instruct": shape("llama", 4096, 14336, 32, 32, 8, 128256, 131072),
     "meta-llama/Llama-3.3-70B-Instruct": shape("llama", 8192, 28672, 80, 64, 8, 128256, 131072),
@@ -50,6 +51,12 @@ def said(file: Path, name: str) -> str:
     return re.search(rf"^# {name}: (.*)$", file.read_text(), re.MULTILINE)[1]
 
 
+def predicted(file: Path) -> list[float]:
+    """tokens/s, bytes of the GPU, bytes of the host."""
+    rate, *sizes = re.findall(r"[\d.,]+\d(?: [MGT]iB)?", said(file, "predicted"))
+    return [float(rate.replace(",", "")), *(mt.parse_bytes(size, "predicted") for size in sizes)]
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_configuration_fits_its_machine_at_the_rate_it_says(
         file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,10 +70,11 @@ def test_a_configuration_fits_its_machine_at_the_rate_it_says(
     plan = json.loads(capsys.readouterr().out)
     gpu, host = (mt.show_bytes(plan[name]) for name in ("vram_bytes", "host_bytes"))
     words = f"{plan['tokens_per_second']:,.0f} tokens/s, {gpu} of the GPU's memory, {host} of the host's"
-    rate, line = plan["tokens_per_second"], said(file, "predicted")
-    assert rate == pytest.approx(float(line.split()[0].replace(",", "")), rel=0.03), f"{file.name}: # predicted: {words}"
+    found = [plan[name] for name in ("tokens_per_second", "vram_bytes", "host_bytes")]
+    assert found == pytest.approx(predicted(file), rel=0.03), f"{file.name}: # predicted: {words}"
 
 
-def test_the_page_lists_every_configuration() -> None:
+def test_the_page_lists_every_configuration_with_its_rate() -> None:
     page = (ROOT / "examples/README.md").read_text()
-    assert len(FILES) >= 12 and [file.name for file in FILES if f"`{file.stem}.yaml`" not in page] == []
+    rows = {name: rate for name, rate in re.findall(r"^\| `(.*?\.yaml)` .* ([\d,]+) \|$", page, re.MULTILINE)}
+    assert len(FILES) >= 12 and rows == {file.name: said(file, "predicted").split()[0] for file in FILES}
