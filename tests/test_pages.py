@@ -25,7 +25,7 @@ LONGEST = 25                # words of a sentence
 # Pages for users, written by hand.
 PLAIN = [README, ROOT / "examples/README.md", *(DOCS / f"{name}.md" for name in (
     "quick-start", "chats", "lora", "checkpoints", "troubleshooting", "cli", "plans", "low-precision", "numerics",
-    "huggingface", "features", "install", "what-fits", "performance"))]
+    "huggingface", "features", "install", "what-fits", "performance", "several-gpus"))]
 
 
 def scripts(page: Path) -> list[str]:

@@ -18,15 +18,15 @@ CPU device. [tools/run_transformers_tests.py](../tools/run_transformers_tests.py
     python tools/run_transformers_tests.py accelerate/ --known found.json --page
 
 **Selected** are the files that concern training, accumulation, clipping, optimizers, schedulers, checkpoints, resuming,
-evaluation, data and callbacks: all of `tests/trainer` but the data collators' and the arguments', which have no model,
-and the distributed ones; `tests/optimization`; of Accelerate what concerns one process's loop. No test of a file is
-left out.
+evaluation, data and callbacks. Of `tests/trainer` the data collators' and the arguments', which have no model, and the
+distributed ones are left out. `tests/optimization` is in; of Accelerate what concerns one process's loop. No test of a
+file is left out.
 
 **Plain** is the test as it is. **Streamed**: a Trainer streams the model that it is handed, or that its `model_init`
-makes; an Accelerator each model that it prepares, whose optimizer may have been made before. **Streamed, `mt.AdamW`**:
+makes. An Accelerator streams the models that it prepares; optimizers may be made before. **Streamed, `mt.AdamW`**:
 Trainer makes `mt.AdamW` besides, with the same arguments, where it would make torch's AdamW. Nothing else is changed.
-In all three, models and text that are on the Hub have small stand-ins, tests marked as needing an accelerator are
-tried on the CPU, and a Llama whose test leaves its MLP at the default, 11,008 wide, has one of 64.
+In all three, models and text that are on the Hub have small stand-ins, and tests marked as needing an accelerator are
+tried on the CPU. A Llama whose test leaves its MLP at the default, 11,008 wide, has one of 64.
 
 Versions: {versions}.
 """

@@ -117,9 +117,9 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
             several processes each counts its own bytes for all.
 
     Raises:
-        MegatrainError: the model is not streamed, or was streamed anew since its mt.AdamW was made; gradients of an
-            unfinished step stand; `extra` or the scheduler's state cannot be loaded back; there is no room on the disk
-            or in host memory, or no permission; or writing failed. Nothing is lost then.
+        MegatrainError: the model is not streamed, or was streamed anew since its mt.AdamW was made. Gradients of an
+            unfinished step stand. `extra` or the scheduler's state cannot be loaded back. There is no room on the disk
+            or in host memory, or no permission. Writing failed. Nothing is lost then.
     """
     rt = runtime_of(model)
     saving = Saving(rt, Path(folder).absolute(), progress)

@@ -142,11 +142,11 @@ class StepReport(Shown):
         disk_read_bytes, disk_written_bytes: states of units at home on disk, and weights of those that have them there.
         out_bytes, back_bytes: activations that went to host memory, and came back. spill_written_bytes,
             spill_read_bytes: of those on to a file, and from there.
-        busy: seconds that each lane worked: "compute", "h2d", "d2h", "host sum", "host update", "device update",
-            "disk" and "disk update" (states and weights of units there, and their updates), "through" (updates that
-            pass through the device; states that arrive and leave), "exchange" and
-            "gather" (gradients and weights between processes), "swap out", "swap back", "swap disk" (activations:
-            to the host, back, and between there and a file). Without mt.trace only "host update" and "disk update".
+        busy: seconds that each lane worked: "compute", "h2d", "d2h", "host sum", "host update", "device update". "disk"
+            and "disk update" are of states and weights of units there, and their updates. "through": updates that
+            pass through the device, and states that arrive and leave. "exchange" and
+            "gather": gradients and weights between processes. "swap out", "swap back", "swap disk": activations to
+            the host, back, and between there and a file. Without mt.trace only "host update" and "disk update".
             Compute is busy from a window's first kernel to its last, also where the host is slow in launching them.
         idle: seconds that compute stood still, by what it waited for: a lane, or "host": Python and the user's code.
         between_steps: of idle, seconds before the step's first window.

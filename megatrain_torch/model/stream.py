@@ -75,14 +75,14 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
             mt.AdamW is told.
         dtype: convert floating parameters to this type; None: each keeps its own.
         units: names or modules to be streamed as one unit each; None: found from the model.
-        compute: "eager": the modules' own code; "fused": layers that a template covers run as one node with an
-            explicit backward, the others as they are, and the head makes no logits where the loss is
-            `F.cross_entropy`, unless somebody reads them, until the next optimizer step (mt.explain says which);
-            "auto": fused on CUDA for 16-bit weights, else eager. Fused results differ from the module's own
+        compute: "eager": the modules' own code. "fused": layers that a template covers run as one node with an
+            explicit backward, the others as they are (mt.explain says which). If the loss is `F.cross_entropy`, the
+            head makes no logits unless somebody reads them before the next optimizer step. "auto": fused on CUDA for
+            16-bit weights, else eager. Fused results differ from the module's own
             code in the last bits.
-        products: of decoder layers that a template runs: "bf16", as the weights are; "fp8": of operands rounded to 8
-            bits with a scale for each row, summed in fp32 (docs/numerics.md says what that changes; mt.explain, which
-            layers have them). None: a plan's, else "bf16".
+        products: of decoder layers that a template runs. "bf16": as the weights are. "fp8": of operands rounded to 8
+            bits with a scale for each row, summed in fp32. docs/numerics.md says what that changes, mt.explain which
+            layers have them. None: a plan's, else "bf16".
         plan: what mt.plan gave: that is what runs, and stays. Or a dict by hand: docs/plans.md has its keys.
         masters: where `dtype` makes fp32 parameters 16-bit ones, mt.AdamW's fp32 masters begin with their own values.
             They are kept until its first step: no memory where they are mapped from a file, which must stay as it is.
@@ -94,8 +94,8 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
 
     Raises:
         MegatrainError: the model cannot be streamed rightly, it does not fit, or the disk refuses its file; nothing was
-            changed. Only where memory is gone between check and use, or a warning is an error, weights may have been
-            taken over already: then the model is an ordinary one again with all its values, but these weights have the
+            changed. If memory is gone between check and use, or a warning is an error, weights may have been taken
+            over already. Then the model is an ordinary one again with all its values. But these weights have the
             type that `dtype` gave them, and are on the CPU. A drive that fails while weights go there takes those with
             it.
     """
@@ -274,8 +274,8 @@ def from_pretrained(cls: Any, path: str | Path, *, device: str | torch.device | 
         dtype: of the streamed weights; None: the files'. From fp32 files to torch.bfloat16, mt.AdamW has exact fp32
             masters.
         device, tokens, seq, vram, host, nvme, states, units, compute, products, plan, group, reduce: as for mt.stream.
-        base: frozen weights of linear layers as codes, quantised a tensor at a time while they are read: "nf4" and
-            "int8" by bitsandbytes, the former of experts in one tensor too, "fp8" in blocks of 128 by 128; "fp8" and
+        base: frozen weights of linear layers as codes, quantized a tensor at a time while they are read. "nf4" and
+            "int8" are bitsandbytes', "nf4" of experts in one tensor too. "fp8" has blocks of 128 by 128. "fp8" and
             "mxfp4" keep what a checkpoint has so.
         adapter: a config of PEFT's: the model gets that adapter before it is streamed.
         kwargs: for cls.from_pretrained. With output_loading_info=True its report is returned too.

@@ -223,9 +223,9 @@ class AdamW(torch.optim.Optimizer):
         Returns at once, with the closure's result if there is one.
 
         Raises:
-            MegatrainError: a worker failed since the last call; its model was unstreamed; nonfinite="raise" and the
-                step before this one was skipped; or in_backward=True and a gradient or its group changed after its
-                update; or what was written to `state` or `param_groups` cannot be used.
+            MegatrainError: a worker failed since the last call. The model was unstreamed. nonfinite="raise", and the
+                step before this one was skipped. in_backward=True, and a gradient or its group changed after its
+                update. What was written to `state` or `param_groups` cannot be used.
         """
         hooks.clips(AdamW)
         _check_limit(self.max_grad_norm, self._in_backward)

@@ -54,9 +54,9 @@ class Plan(Shown):
         machine: the rates and limits that were used; its memory is that of the limits given.
         tokens, seq, micro: of a step; into how many micro-batches the training loop should cut it.
         compute: "fused": templates where they fit; "eager": the model's own code.
-        homes: by unit, "vram" (weights, gradients and states on the device), "arrive" (the same, but states are in
-            RAM between their updates), "ram" (weights streamed), "through" (the same, but updated on the device) or
-            "disk" (streamed too, but states are in a file), "disk+weights" (weights too, which each fetch reads).
+        homes: by unit. "vram": weights, gradients and states on the device. "arrive": the same, but states are in
+            RAM between their updates. "ram": weights streamed. "through": the same, but updated on the device.
+            "disk": streamed too, but states are in a file. "disk+weights": weights too, which each fetch reads.
         activations: by window, a mode of modes.py: "replay", "selective+host" ...
         slots: ring size: slots of a size that streamed units pass through.
         vram, host: bytes by what they hold, at the peak of a step; vram_bytes, host_bytes: their sums.
@@ -192,15 +192,15 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
             parameters, LoRA's too, are seen by requires_grad.
         tokens, seq: tokens of a whole step, in sequences of `seq`; of several GPUs each has so many.
         machine: a Machine, a name such as "rtx4090" or "h200-128g,vram=24GiB" (`megatrain plan --list-machines` has
-            all), the path of a JSON file, or "cpu"; None: this machine's GPU, with the rates that `megatrain doctor`
-            stored, else with those of the description nearest to it; without a GPU its CPU device.
+            all), the path of a JSON file, or "cpu". None: this machine's GPU, with the rates that `megatrain doctor`
+            stored, else with those of the description nearest to it. Without a GPU: its CPU device.
         vram, host: limits in bytes or as "24GiB", everything counted: driver, Python and torch too. They lower
             what the machine has, but say what the host of a card by name has; by default 2 % of it stay free.
         micro: micro-batches of a step; None: as many as are best.
         homes: "ram", "vram", "arrive", "through" or, with nvme, "disk" or "disk+weights" for all units; or of each by
             name, as a plan says it: what is best with units there. activations: "replay", "attention", "linked" (of
-            every second layer; of the others "attention"), "selective" or "saved", with "+host" where what is kept
-            waits in host memory, with "+disk" and nvme in a file; or "attention+split"; for all windows that have it.
+            every second layer; of the others "attention"), "selective", "saved" or "attention+split", for all windows
+            that have it. With "+host" what is kept waits in host memory, with "+disk" and nvme in a file.
             slots: ring size. None: what is best.
         grads: "ram", or "none": gradients are kept nowhere, as mt.stream's plan has it; one micro-batch.
         states: how mt.AdamW keeps its states, as it takes them; mt.stream(plan=...) tells it.
