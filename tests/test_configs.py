@@ -50,8 +50,12 @@ def said(file: Path, name: str) -> str:
     return re.search(rf"^# {name}: (.*)$", file.read_text(), re.MULTILINE)[1]
 
 
+def figures(line: str) -> list[float]:
+    return [float(word.replace(",", "")) for word in re.findall(r"\b\d[\d,.]*", line)]
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_configuration_fits_its_machine_at_the_rate_it_says(
+def test_a_configuration_fits_its_machine_with_the_rate_and_the_memory_it_says(
         file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings.of(read_yaml(file), file.name)
     (tmp_path / "config.json").write_text(json.dumps(MODELS[settings.model]))
@@ -63,10 +67,11 @@ def test_a_configuration_fits_its_machine_at_the_rate_it_says(
     plan = json.loads(capsys.readouterr().out)
     gpu, host = (mt.show_bytes(plan[name]) for name in ("vram_bytes", "host_bytes"))
     words = f"{plan['tokens_per_second']:,.0f} tokens/s, {gpu} of the GPU's memory, {host} of the host's"
-    rate, line = plan["tokens_per_second"], said(file, "predicted")
-    assert rate == pytest.approx(float(line.split()[0].replace(",", "")), rel=0.03), f"{file.name}: # predicted: {words}"
+    # Plans that change by less than a reader would notice need no new lines in sixteen files.
+    assert figures(words) == pytest.approx(figures(said(file, "predicted")), rel=0.03), f"{file.name}: # predicted: {words}"
 
 
-def test_the_page_lists_every_configuration() -> None:
+def test_the_page_lists_every_configuration_with_its_rate() -> None:
     page = (ROOT / "examples/README.md").read_text()
-    assert len(FILES) >= 12 and [file.name for file in FILES if f"`{file.stem}.yaml`" not in page] == []
+    rates = dict(re.findall(r"^\| `([^`]+\.yaml)` \|.*\| ([\d,]+) \|$", page, re.MULTILINE))
+    assert len(FILES) >= 12 and rates == {file.name: said(file, "predicted").split()[0] for file in FILES}
