@@ -19,6 +19,7 @@ from owners import (
     assert_bits_of_one,
     change_gradients,
     seeded,
+    together,
     train,
 )
 
@@ -50,6 +51,21 @@ def test_owners_together_have_the_bits_of_one(parties: Make, states: str, home: 
         for party in everyone:
             party.step(changed=step == 1)
         assert_bits_of_one(whole, others, *(["GRAD"] if home == "ram" and step in (0, 3) else []))
+
+
+@pytest.mark.parametrize("states", STATES)
+def test_owners_files_together_are_as_large_as_that_of_one(parties: Make, states: str) -> None:
+    """But for planes' beginnings at whole pages; and each owner's updates write its own part alone."""
+    whole, others = parties(3, states=states, home="disk")
+    everyone, pages = [whole, *others], 3 * len(UNITS) * len(PLANES) * 4096
+    for step in range(2):
+        train(whole, others, step)
+        for party in everyone:
+            party.step()
+        assert not together(everyone, Party.rest)
+    for one, *parts in ([party.engine.disk_file()[1] for party in everyone],
+                        [party.engine.stats()["disk_written_bytes"] // 2 for party in everyone]):
+        assert one <= sum(parts) <= one + pages < 2 * one, (one, parts)
 
 
 @pytest.mark.parametrize("home", HOMES)

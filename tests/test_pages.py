@@ -22,8 +22,8 @@ DOCS = ROOT / "docs"
 sys.path.append(str(ROOT / "tools"))
 site = importlib.import_module("docs_site")
 LONGEST = 25                # words of a sentence
-# Pages for users, written by hand.
-PLAIN = [README, ROOT / "examples/README.md", *(DOCS / f"{name}.md" for name in (
+# Pages for users and contributors, written by hand.
+PLAIN = [README, ROOT / "examples/README.md", ROOT / "CONTRIBUTING.md", *(DOCS / f"{name}.md" for name in (
     "quick-start", "chats", "lora", "checkpoints", "troubleshooting", "cli", "plans", "low-precision", "numerics",
     "huggingface", "features", "install", "what-fits", "performance", "several-gpus"))]
 
