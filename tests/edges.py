@@ -233,7 +233,7 @@ def placed(name: str, device: str, dtype: torch.dtype, states: str = "fp32") -> 
 
 
 def misplaced(name: str, device: str, dtype: torch.dtype, right: dict[str, Tensor],
-               states: str = "fp32") -> str | None:
+              states: str = "fp32") -> str | None:
     """What is not the same to the bit; also when a placement was none."""
     other, counted = placed(name, device, dtype, states)
     if ("unlocked" in name) != (counted["unlocked"] > 0):
