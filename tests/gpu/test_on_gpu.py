@@ -102,7 +102,11 @@ def test_at_each_edge_of_memory_a_model_trains_or_is_refused() -> None:
     assert all(row["ok"] for row in lines("run_preflight.py"))
 
 
-def test_trainer_and_lora_agree_with_plain_torch() -> None:
+def test_trainer_generate_and_lora_agree_with_plain_torch() -> None:
+    assert all(row["ok"] for row in lines("run_trainer.py"))
+
+
+def test_trainer_and_lora_agree_with_plain_torch_in_bf16() -> None:
     assert all(row["ok"] for row in lines("../run_dropin.py", "--only", "trainer", "lora"))
 
 
