@@ -320,24 +320,21 @@ class Fails:
 
 
 def test_whoever_sends_goes_on_behind_what_did_not_go() -> None:
-    """A buffer that is lost each time would be waited for without end."""
     pieces, group = between.Pieces(torch.device("cpu")), Fails()
     for said in ("refused", "Connection closed"):
         with pytest.raises(RuntimeError, match=said):
             pieces.send(torch.zeros(8, dtype=torch.uint8), [group])
             pieces.land()
-    for _ in range(between.BUFFERS + 1):
-        pieces.send(torch.zeros(8, dtype=torch.uint8), [group])
+    pieces.send(torch.zeros(8, dtype=torch.uint8), [group])
     pieces.land()
-    assert len(pieces._spare) == between.BUFFERS
 
 
 def test_bytes_that_did_not_come_are_never_told_of() -> None:
     """Work of NCCL's that failed is completed too. Nor are any told of from when groups are given up."""
     told, pieces = [], between.Pieces(torch.device("cpu"))
-    pieces._stream, pieces._entered = object(), nullcontext              # as on CUDA: who looks does not wait
     pieces.receive(torch.zeros(8, dtype=torch.uint8), Fails())
     pieces.behind(lambda: told.append(1))
+    pieces._stream, pieces._entered = object(), nullcontext              # as on CUDA: who looks does not wait
     with pytest.raises(RuntimeError, match="Connection closed"):
         pieces.land()
     given_up = Event()
@@ -347,6 +344,55 @@ def test_bytes_that_did_not_come_are_never_told_of() -> None:
     with pytest.raises(RuntimeError, match="nothing more"):
         pieces.land()
     assert not told
+
+
+@dataclasses.dataclass
+class Carries:
+    """A group, as NCCL's: bytes go when a receive meets its send."""
+
+    log: list[str]
+    bytes: list[torch.Tensor] = dataclasses.field(default_factory=list)
+
+    def send(self, parts: list[torch.Tensor], *_: int) -> EndsAsTheWaitDoes:
+        self.bytes.append(parts[0].clone())
+        self.log.append(f"send {len(parts[0])}")
+        return EndsAsTheWaitDoes()
+
+    def recv(self, parts: list[torch.Tensor], *_: int) -> EndsAsTheWaitDoes:
+        parts[0].copy_(self.bytes.pop(0))
+        self.log.append(f"recv {len(parts[0])}")
+        return EndsAsTheWaitDoes()
+
+
+def test_memory_that_the_device_cannot_reach_goes_through_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA with memory that is not locked: the buffer holds one piece at a time, on both sides."""
+    monkeypatch.setattr(between, "PIECE", 4)
+    ends, group = [between.Pieces(torch.device("cpu")) for _ in range(2)], Carries([])
+    for pieces in ends:
+        pieces._stream, pieces._entered, pieces._buffer = object(), nullcontext, torch.zeros(4, dtype=torch.uint8)
+    given, found = torch.arange(10, dtype=torch.uint8), torch.zeros(10, dtype=torch.uint8)
+    assert not ends[0].is_direct(given)
+    ends[0].send(given, [group])
+    ends[1].receive(found, group)
+    assert torch.equal(found, given)
+    assert group.log == [f"{way} {n}" for way in ("send", "recv") for n in (4, 4, 2)]
+    assert not any(pieces._busy for pieces in ends)
+
+
+def test_bytes_are_on_their_way_before_they_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the device of who is told might wait for what this host has yet to queue. Where a send waits for its
+    receive, it is told of before."""
+    for direct, order in ((True, ["send 6", "told"]), (False, ["told", "send 6"])):
+        log: list[str] = []
+        line = object.__new__(between.Line)
+        line._device, line._given_up, line._rank, line._ways = torch.device("cpu"), Event(), 0, {}
+        line._hearers, line._out, line._machines = {"there": 1}, {1: Carries(log)}, ["here", "there"]
+        line._next = lambda: [(b"", torch.zeros(6, dtype=torch.uint8).numpy(), -1, True)]
+        line._send, line._end = lambda *_, log=log: log.append("told"), lambda _: None
+        monkeypatch.setattr(between, "SMALL", 5)
+        monkeypatch.setattr(between.Pieces, "is_direct", lambda *_, direct=direct: direct)
+        line.tell()
+        assert log == order
 
 
 class Ends:

@@ -2,17 +2,16 @@
 
 Each rank tells every other machine what it says, with the bytes that belong to it (csrc/core/relay.h), and one rank of
 that machine, who speaks for it there, hears it. As machines have equally many ranks, two that tell each other hear each
-other. What is said goes over gloo. Weights go from host memory to host memory by the network's own transport, in pieces
-through device memory: NCCL's on CUDA, gloo's on the CPU device.
+other. What is said goes over gloo. Weights go from host memory to host memory by the network's own transport: NCCL's on
+CUDA, gloo's on the CPU device.
 
 A sender waits for nothing but the network, and a hearer for nothing else, so neither waits for the other's. NCCL runs
-what a group is given one after the other, so each direction of a pair has a group of its own. A piece is received as
-soon as it is sent, whatever else the two processes do: the hearer was told of it before, and neither waits for a piece
-inside the driver (Pieces).
+what a group is given one after the other, so each direction of a pair has a group of its own. A receive is queued when
+the send that it waits for is on its way already: it is told of behind that. So whatever the two processes do meanwhile,
+the device never waits for something that a host has yet to queue.
 """
 from __future__ import annotations
 
-import dataclasses
 import random
 import threading
 import time
@@ -29,11 +28,10 @@ from torch import Tensor
 from .. import _core
 from .ranks import Ranks, give_back
 
-PIECE = 32 << 20             # bytes that are sent at once; of them each direction has BUFFERS on the device: one is
-BUFFERS = 3                  # filled, one sent or received, one emptied
-SMALL = 64 << 10             # bytes of a parcel that go over gloo, as notes do
+PIECE = 64 << 20             # bytes that are sent at once
+SMALL = 1 << 20              # bytes of a parcel that go over gloo, as notes do
 _LOOK_MS = 1000              # until a sender that has nothing to tell looks again
-_NAP_S = 50e-6               # between two looks at pieces, each of which takes a millisecond
+_NAP_S = 200e-6              # between two looks at pieces
 _GONE_S = 30.0               # in which it is known that a rank is gone of which bytes do not come
 _NEVER = timedelta(days=30)  # a rank may have nothing to say for as long as its process lives
 _MOST = 32                   # parcels that go at once: Python's threads take turns, which may last longer than the way
@@ -75,21 +73,32 @@ class Line:
     def tell(self) -> None:
         last, pieces = False, Pieces(self._device, self._given_up)
         while not last:
+            with suppress(RuntimeError):
+                pieces.step()
             batch = self._next()
             last = any(ends for *_, ends in batch)
+            large = [(torch.from_numpy(data), [self._out[r] for m, r in list(self._hearers.items())
+                                               if self._is_for(m, to)])
+                     for _, data, to, _ in batch if data is not None and data.nbytes > SMALL]
+            before = all(pieces.is_direct(data) for data, _ in large)
+            if before:
+                self._send_large(pieces, large)
             for machine in list(self._hearers):
                 self._send(machine, [(parcel, data) for parcel, data, to, _ in batch if self._is_for(machine, to)])
-            for _, data, to, _ in batch:
-                if data is not None and data.nbytes > SMALL:
-                    groups = [self._out[r] for m, r in list(self._hearers.items()) if self._is_for(m, to)]
-                    with suppress(RuntimeError):     # somebody is gone: who hears him finds that out
-                        pieces.send(torch.from_numpy(data), groups)
+            if not before:
+                self._send_large(pieces, large)
         for machine in list(self._hearers):
             self._end(machine)
         with suppress(RuntimeError):
             pieces.land()
         for hearer in self._out:
             give_back(self._ways, (self._rank, hearer))
+
+    @staticmethod
+    def _send_large(pieces: Pieces, large: list[tuple[Tensor, list[Any]]]) -> None:
+        for data, groups in large:
+            with suppress(RuntimeError):     # somebody is gone: who hears him finds that out
+                pieces.send(data, groups)
 
     def _is_for(self, machine: str, to: int) -> bool:
         return to < 0 or self._machines[to] == machine
@@ -176,57 +185,61 @@ class Line:
             time.sleep(random.random() * self._delay_us * 1e-6)
 
 
-@dataclasses.dataclass
-class Piece:
-    """On its way. What is put behind others has neither bytes nor works."""
+class OnDevice:
+    """Host memory that the driver has locked, as kernels see it: at the same address."""
 
-    buffer: Tensor | None
-    works: list[Any]
-    place: Tensor | None = None              # where bytes that are received go
-    landed: torch.cuda.Event | None = None   # behind the copy into place
-    act: Callable[[], None] | None = None
-
-    def is_over(self) -> bool:
-        return not self.works and (self.landed is None or self.landed.query())
+    def __init__(self, host: Tensor) -> None:
+        self.__cuda_array_interface__ = {"data": (host.data_ptr(), False), "shape": (host.numel(),), "typestr": "|u1",
+                                         "version": 3}
 
 
 class Pieces:
-    """Bytes of host memory that go to other ranks, or come from one, by way of a few buffers on the device.
+    """Bytes of host memory on their way to other ranks, or from one.
 
-    A copy to host memory is queued when the receive before it is over: the host looks. Queued behind a receive, it kept
-    its caller inside the driver, with the driver's lock, until the bytes had come (seen on H100 and H200). Meanwhile no
-    other thread of the process could queue a send, and in the other process neither.
+    NCCL's kernels read and write locked host memory where it lies. Other memory goes by way of a buffer on the device,
+    piece by piece: the driver copies to it in the caller's thread, and holds its lock meanwhile. Behind a receive whose
+    bytes are yet to come, that kept all threads of the process from queuing a send, and in the other process too (seen
+    on H100 and H200). So such a copy is queued when the receive is over.
     """
 
     def __init__(self, device: torch.device, *gone: threading.Event) -> None:
         """In the thread that uses it. gone: nothing more will come, or go, so who waits gets a RuntimeError."""
         self._device, self._gone, self._stream = device, gone, None
+        self._busy: deque[tuple[list[Any], Callable[[], None] | None]] = deque()     # works, and what follows them
         if device.type == "cuda":
             torch.cuda.set_device(device)
             self._stream = torch.cuda.Stream(device, priority=-1)    # NCCL's streams have that too (Control.way)
-        with self._entered():                # else who had this memory before may be at it still
-            self._spare = [torch.empty(PIECE, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
-        self._busy: deque[Piece] = deque()
+            with self._entered():            # else who had this memory before may be at it still
+                self._buffer = torch.empty(PIECE, dtype=torch.uint8, device=device)
+
+    def is_direct(self, host: Tensor) -> bool:
+        """All of it is on its way when send returns, whether or not it is received."""
+        return self._stream is None or (host[:1].is_pinned() and host[-1:].is_pinned())
 
     def send(self, host: Tensor, groups: Sequence[Any]) -> None:
-        """Returns when the last pieces are on their way."""
+        """Not direct: returns when the bytes have gone."""
+        direct = self.is_direct(host)
         for piece in host.split(PIECE):
-            buffer, works = self._next(None)
-            with self._entered():
-                part = buffer[:len(piece)].copy_(piece, non_blocking=True)
-                for group in groups:
-                    works.append(group.send([part], 1, 0))
+            part = self._part(piece, direct)
+            if not direct:
+                part.copy_(piece)
+            self._begin([lambda group=group: group.send([part], 1, 0) for group in groups])
+            if not direct:
+                self.land()
 
     def receive(self, place: Tensor, group: Any) -> None:
-        """Returns when the last pieces are on their way."""
+        """Not direct: returns when the bytes have come."""
+        direct = self.is_direct(place)
         for piece in place.split(PIECE):
-            buffer, works = self._next(piece)
-            with self._entered():
-                works.append(group.recv([buffer[:len(piece)]], 0, 0))
+            part = self._part(piece, direct)
+            self._begin([lambda: group.recv([part], 0, 0)])
+            if not direct:
+                self.land()
+                piece.copy_(part)
 
     def behind(self, act: Callable[[], None]) -> None:
         """act is called when all that was put before is over."""
-        self._busy.append(Piece(None, [], act=act))
+        self._busy.append(([], act))
 
     def land(self) -> None:
         """Waits: all is over."""
@@ -234,37 +247,34 @@ class Pieces:
             self.nap()
 
     def step(self) -> bool:
-        """Takes each piece as far as it can go by now. False: nothing is on its way. Raises: a piece did not come, or
+        """Looks, and goes on behind what is over by now. False: nothing is on its way. Raises: a piece did not come, or
         go; of those behind it the next call knows."""
-        for piece in self._busy:
+        while self._busy:
+            works, act = self._busy[0]
             # gloo's works are not seen to end but by who waits.
-            if piece.works and (self._stream is None or all(work.is_completed() for work in piece.works)):
-                works, piece.works = piece.works, []
-                with self._entered():
-                    for work in works:
-                        work.wait()          # NCCL's too, which are over where they failed: this raises then
-                    if piece.place is not None and piece.buffer is not None:
-                        piece.place.copy_(piece.buffer[:len(piece.place)], non_blocking=True)
-                        piece.landed = None if self._stream is None else self._stream.record_event()
-        while self._busy and self._busy[0].is_over():
-            piece = self._busy.popleft()
-            if piece.buffer is not None:
-                self._spare.append(piece.buffer)
-            self._go_on()                # behind the look at works: where somebody is gone they end with any bytes
-            if piece.act is not None:
-                piece.act()
-        return bool(self._busy)
+            if self._stream is not None and not all(work.is_completed() for work in works):
+                return True
+            self._busy.popleft()
+            with self._entered():
+                for work in works:
+                    work.wait()              # NCCL's too, which are over where they failed: this raises then
+            self._go_on()                    # behind the look at works: where somebody is gone they end with any bytes
+            if act is not None:
+                act()
+        return False
 
-    def _next(self, place: Tensor | None) -> tuple[Tensor, list[Any]]:
-        """A buffer, and where its works go. It counts as busy before a group is asked, which may refuse: none is lost.
-        """
-        self.step()
-        while not self._spare:
-            self.nap()
-            self.step()
-        buffer, works = self._spare.pop(), []
-        self._busy.append(Piece(buffer, works, place))
-        return buffer, works
+    def _part(self, piece: Tensor, direct: bool) -> Tensor:
+        """What works are given for it."""
+        if self._stream is None:
+            return piece
+        return torch.as_tensor(OnDevice(piece), device=self._device) if direct else self._buffer[:len(piece)]
+
+    def _begin(self, asked: list[Callable[[], Any]]) -> None:
+        works: list[Any] = []
+        self._busy.append((works, None))     # before a group is asked, which may refuse: those before it are waited for
+        with self._entered():
+            for ask in asked:
+                works.append(ask())
 
     def _go_on(self) -> None:
         if any(event.is_set() for event in self._gone):
