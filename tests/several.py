@@ -140,14 +140,17 @@ def found_for_gathers(rank: int, group: Any) -> list[int]:
 
 def pieces(rank: int, group: Any, device: str = "cpu", many: int = 2) -> list[bool]:
     """Of bytes that go to each of two ranks from the other, at the same time, whether they are there when that is told.
-    many: pieces of the last ones."""
+    many: pieces of the last ones. On CUDA every second one is locked memory, where it comes from and where it goes."""
     from megatrain_torch.group.control import Control
     where = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     control, between.PIECE = Control(group), 1000
     ways = [control.way(*pair, where) for pair in ((0, 1), (1, 0))]
     given = [[torch.randint(256, (n,), dtype=torch.uint8, generator=torch.Generator().manual_seed(10 * r + n))
               for n in (1, 999, 1000, 5001, 2000, many * 1000)] for r in range(2)]
-    found, come = [torch.zeros_like(t) for t in given[1 - rank]], []
+    given = [[t.pin_memory() if device == "cuda" and n % 2 else t for n, t in enumerate(each, r)]
+             for r, each in enumerate(given)]
+    found = [torch.zeros_like(t, pin_memory=device == "cuda" and n % 2 == 1) for n, t in enumerate(given[1 - rank])]
+    come: list[tuple[int, bool]] = []
 
     def send() -> None:
         sends = between.Pieces(where)

@@ -35,6 +35,9 @@ _NAP_S = 200e-6              # between two looks at pieces
 _GONE_S = 30.0               # in which it is known that a rank is gone of which bytes do not come
 _NEVER = timedelta(days=30)  # a rank may have nothing to say for as long as its process lives
 _MOST = 32                   # parcels that go at once: Python's threads take turns, which may last longer than the way
+_AT_ONCE = 1 << 30           # bytes of theirs
+_BUSY = 64                   # pieces on their way, behind which more are queued: the driver lets a caller in with a few
+                             # hundred, and then keeps it waiting
 _NONE = bytes(255 for _ in range(_core.PARCEL_BYTES))        # no parcel; where none is, nothing more will come
 
 
@@ -74,7 +77,7 @@ class Line:
         last, pieces = False, Pieces(self._device, self._given_up)
         while not last:
             with suppress(RuntimeError):
-                pieces.step()
+                pieces.leave(_BUSY)
             batch = self._next()
             last = any(ends for *_, ends in batch)
             large = [(torch.from_numpy(data), [self._out[r] for m, r in list(self._hearers.items())
@@ -107,7 +110,8 @@ class Line:
         """What was said since, as far as it goes at once."""
         found = _core.relay_next(self._relay, _LOOK_MS)
         batch = [] if found is None else [found]
-        while 0 < len(batch) < _MOST and not batch[-1][-1] and (found := _core.relay_next(self._relay, 0)) is not None:
+        while 0 < len(batch) < _MOST and not batch[-1][-1] and sum(map(_bytes_of, batch)) < _AT_ONCE and (
+                found := _core.relay_next(self._relay, 0)) is not None:
             batch.append(found)
         self._delay()
         return batch
@@ -223,7 +227,10 @@ class Pieces:
             part = self._part(piece, direct)
             if not direct:
                 part.copy_(piece)
-            self._begin([lambda group=group: group.send([part], 1, 0) for group in groups])
+            works = self._asks()
+            with self._entered():
+                for group in groups:
+                    works.append(group.send([part], 1, 0))
             if not direct:
                 self.land()
 
@@ -231,8 +238,11 @@ class Pieces:
         """Not direct: returns when the bytes have come."""
         direct = self.is_direct(place)
         for piece in place.split(PIECE):
+            self.leave(_BUSY)
             part = self._part(piece, direct)
-            self._begin([lambda: group.recv([part], 0, 0)])
+            works = self._asks()
+            with self._entered():
+                works.append(group.recv([part], 0, 0))
             if not direct:
                 self.land()
                 piece.copy_(part)
@@ -243,7 +253,11 @@ class Pieces:
 
     def land(self) -> None:
         """Waits: all is over."""
-        while self.step():
+        self.leave(0)
+
+    def leave(self, most: int) -> None:
+        """Waits: no more than so many are on their way."""
+        while self.step() and len(self._busy) > most:
             self.nap()
 
     def step(self) -> bool:
@@ -269,12 +283,11 @@ class Pieces:
             return piece
         return torch.as_tensor(OnDevice(piece), device=self._device) if direct else self._buffer[:len(piece)]
 
-    def _begin(self, asked: list[Callable[[], Any]]) -> None:
+    def _asks(self) -> list[Any]:
+        """Where works go. It is there before a group is asked, which may refuse: those before it are waited for."""
         works: list[Any] = []
-        self._busy.append((works, None))     # before a group is asked, which may refuse: those before it are waited for
-        with self._entered():
-            for ask in asked:
-                works.append(ask())
+        self._busy.append((works, None))
+        return works
 
     def _go_on(self) -> None:
         if any(event.is_set() for event in self._gone):
@@ -295,6 +308,10 @@ def _taken(told: SimpleQueue[Any], pieces: Pieces) -> Any:
             return told.get_nowait()
         pieces.nap()
     return told.get()
+
+
+def _bytes_of(said: tuple[bytes, Any, int, bool]) -> int:
+    return 0 if said[1] is None else int(said[1].nbytes)
 
 
 def _head(parcels: list[bytes]) -> Tensor:
