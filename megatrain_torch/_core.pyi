@@ -312,11 +312,13 @@ class Engine:
 def share() -> int:
     """The descriptor of new memory for an Engine of each rank; os.close() it when all have opened theirs."""
 PARCEL_BYTES: int
-def relay_next(relay: Any, ms: int, /) -> tuple[bytes, np.ndarray | None, int, bool] | None:
+def relay_next(relay: Any, ms: int, /) -> tuple[bytes, np.ndarray | tuple[int, int] | None, int, bool] | None:
     """The next parcel of what this rank said, its bytes, the rank to whose machine it goes (-1: to all), and whether it
-    is the last one. None: nothing was said for so long."""
-def relay_place(relay: Any, rank: int, parcel: bytes, /) -> np.ndarray | None:
+    is the last one. None: nothing was said for so long. Bytes on the device: (address, how many)."""
+def relay_place(relay: Any, rank: int, parcel: bytes, /) -> np.ndarray | tuple[int, int] | None:
     """Where bytes of that rank's parcel go; None: it has none."""
+def relay_ready(relay: Any, rank: int, parcel: bytes, /) -> bool:
+    """Whether its bytes may be written there yet."""
 def relay_come(relay: Any, rank: int, parcel: bytes, /) -> None:
     """They are there: this machine hears what the rank said."""
 def relay_gone(relay: Any, rank: int, /) -> None:

@@ -57,6 +57,14 @@ static PyObject *fail(PyObject *module, const relay *r, mt_status st)
     return mt_raise(((mt_state *)PyModule_GetState(module))->error, st);
 }
 
+/* Of the device: (address, bytes). */
+static PyObject *bytes_of(const relay *r, const mt_parcel *p, void *mem)
+{
+    return p->kind == MT_PARCEL_SLOT
+         ? Py_BuildValue("(KK)", (unsigned long long)(uintptr_t)mem, (unsigned long long)p->bytes)
+         : mt_view_new(r->memory, mem, (size_t)p->bytes);
+}
+
 static PyObject *next(PyObject *module, PyObject *args)
 {
     PyObject *capsule, *bytes;
@@ -76,7 +84,7 @@ static PyObject *next(PyObject *module, PyObject *args)
         return fail(module, r, st);
     if (!some)
         Py_RETURN_NONE;
-    bytes = p.bytes > 0 ? mt_view_new(r->memory, mem, (size_t)p.bytes) : Py_NewRef(Py_None);
+    bytes = p.bytes > 0 ? bytes_of(r, &p, mem) : Py_NewRef(Py_None);
     if (bytes == NULL)
         return NULL;
     last = p.kind == MT_PARCEL_NOTE && p.unit < 0 && p.what == MT_COUNT_LEFT;
@@ -120,7 +128,21 @@ static PyObject *place(PyObject *module, PyObject *args)
         return fail(module, r, st);
     if (mem == NULL)
         Py_RETURN_NONE;
-    return mt_view_new(r->memory, mem, (size_t)p.bytes);
+    return bytes_of(r, &p, mem);
+}
+
+static PyObject *ready(PyObject *module, PyObject *args)
+{
+    mt_parcel p;
+    int       rank, is = 0;
+    mt_status st;
+    relay    *r = parcel_from(module, args, "Oiy#:relay_ready", &rank, &p);
+
+    if (r == NULL)
+        return NULL;
+    if ((st = mt_relay_ready(r->memory->store, rank, &p, &is)) != MT_OK)
+        return fail(module, r, st);
+    return PyBool_FromLong(is);
 }
 
 static PyObject *come(PyObject *module, PyObject *args)
@@ -132,7 +154,10 @@ static PyObject *come(PyObject *module, PyObject *args)
 
     if (r == NULL)
         return NULL;
-    if ((st = mt_relay_come(r->memory->store, rank, &p)) != MT_OK)
+    Py_BEGIN_ALLOW_THREADS               /* weights may have to come to host memory */
+    st = mt_relay_come(r->memory->store, rank, &p);
+    Py_END_ALLOW_THREADS
+    if (st != MT_OK)
         return fail(module, r, st);
     Py_RETURN_NONE;
 }
@@ -156,10 +181,14 @@ PyMethodDef mt_relay_methods[] = {
     { "relay_next", next, METH_VARARGS,
       "relay_next($module, relay, ms, /)\n--\n\n"
       "(parcel, its bytes or None, the rank to whose machine it goes or -1, whether it is the last)"
-      " of what this rank said; None: nothing was, for so long." },
+      " of what this rank said; None: nothing was, for so long. Bytes on the device: (address, "
+      "how many)." },
     { "relay_place", place, METH_VARARGS,
       "relay_place($module, relay, rank, parcel, /)\n--\n\n"
       "Where bytes of a rank's parcel go; None: it has none." },
+    { "relay_ready", ready, METH_VARARGS,
+      "relay_ready($module, relay, rank, parcel, /)\n--\n\n"
+      "Whether its bytes may be written yet." },
     { "relay_come", come, METH_VARARGS,
       "relay_come($module, relay, rank, parcel, /)\n--\n\n"
       "They are there." },

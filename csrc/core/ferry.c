@@ -132,6 +132,7 @@ mt_status mt__ferry_open(mt_resident *r)
         return MT_OK;
     MT_TRY(r->dev->ops->queue_open(r->dev, "weights down", &f->down));
     MT_TRY(r->dev->ops->queue_open(r->dev, "weights up", &f->up));
+    MT_TRY(r->dev->ops->queue_open(r->dev, "other machines' weights down", &f->landing));
     MT_TRY(r->dev->ops->event_open(r->dev, &f->chunks[0]));
     MT_TRY(r->dev->ops->event_open(r->dev, &f->chunks[1]));
     MT_TRY(mt_worker_open(&f->raises, &r->mu, 1, "mt-raises", "weights up", raise_unit, r));
@@ -154,6 +155,7 @@ void mt__ferry_close(mt_resident *r)
     mt_worker_close(&f->raises);
     r->dev->ops->queue_close(f->down);
     r->dev->ops->queue_close(f->up);
+    r->dev->ops->queue_close(f->landing);
     r->dev->ops->event_close(f->chunks[0]);
     r->dev->ops->event_close(f->chunks[1]);
     memset(f, 0, sizeof *f);
@@ -179,7 +181,7 @@ mt_status mt__ferry_reach(mt_resident *r, mt__settled *h, const mt_mem_name *nam
     mt_status st = MT_OK;
 
     for (int rank = 0; h->slots != NULL && rank < ranks; rank++)
-        if (h->slots[rank] != NULL)
+        if (h->slots[rank] != NULL && mt_share_speaker(r->cx->share, rank) == rank)
             r->dev->ops->mem_leave(r->dev, &h->names[rank], h->slots[rank]);
     free(h->slots);
     free(h->names);
@@ -191,9 +193,11 @@ mt_status mt__ferry_reach(mt_resident *r, mt__settled *h, const mt_mem_name *nam
     MT_TRY(MT_MAKE(h->slots, ranks, "ferry"));
     for (int rank = 0; rank < ranks; rank++) {
         h->names[rank] = names[rank];
-        if (rank != mt_share_rank(r->cx->share))
+        if (rank != mt_share_rank(r->cx->share) && mt_share_speaker(r->cx->share, rank) == rank)
             MT_TRY(r->dev->ops->mem_reach(r->dev, &names[rank], &h->slots[rank]));
     }
+    for (int rank = 0; rank < ranks; rank++)             /* another machine's are in its speaker's */
+        h->slots[rank] = h->slots[mt_share_speaker(r->cx->share, rank)];
     return MT_OK;
 fail:
     (void)mt__ferry_reach(r, h, NULL);
@@ -226,7 +230,8 @@ mt_status mt__ferry_raise(mt_resident *r, mt__settled *h)
     mt_timeline_begin(r->cx->timeline, &span, h->slots != NULL ? MT_LANE_GATHER : MT_LANE_THROUGH,
                       MT_WORK_FETCH, h->unit, q);
     for (int rank = 0; rank < mt_share_ranks(r->cx->share); rank++) {
-        if (rank == mt_share_rank(r->cx->share))
+        /* What this rank updates, and what came from other machines for it, is there. */
+        if (rank == mt_share_rank(r->cx->share) || (h->slots != NULL && h->slots[rank] == NULL))
             continue;
         MT_DO(portion_of(r, h->unit, rank, &from, &to));
         if (h->slots == NULL)
@@ -239,6 +244,25 @@ mt_status mt__ferry_raise(mt_resident *r, mt__settled *h)
     mt_timeline_end(r->cx->timeline, &span, bytes, q);
     r->stats.h2d_bytes += bytes;
     return mt__record(r, h, q, h->raised, &h->raising, "weights up", UP);
+}
+
+mt_status mt__ferry_land(mt_resident *r, int unit, size_t from, size_t to)
+{
+    mt__settled *h;
+    mt_queue    *q = r->ferry.landing;
+    mt_span      span;
+    size_t       n;
+
+    MT_DO(mt__settled_find(r, unit, &h));
+    mt_timeline_begin(r->cx->timeline, &span, MT_LANE_THROUGH, MT_WORK_OFFLOAD, unit, q);
+    for (size_t at = from; at < to; at += n) {
+        n = to - at < CHUNK ? to - at : CHUNK;
+        MT_DO(copy(r, h, q, 0, at, at + n));
+        MT_DO(r->dev->ops->sync(q));
+    }
+    mt_timeline_end(r->cx->timeline, &span, to - from, q);
+    MT_WITH(&r->mu) r->stats.d2h_bytes += to - from;
+    return MT_OK;
 }
 
 mt_status mt__ferry_back(mt_resident *r, const mt__settled *h, mt_queue *q)

@@ -108,6 +108,12 @@ struct mt_home {
      * given back, claimed or not, when it returns; behind updates that are announced, and a save.
      * run: what computes on the weights. NULL: mt_mirror_evict does that. */
     mt_status (*take) (void *of, int unit, mt_queue *run);
+    /* Between machines. slot: where the unit's weights are on the device, those of other machines'
+     * ranks too, which are sent from there to there; NULL: they go by way of host memory. lower:
+     * bytes [from, to) of them, which came there, are in host memory when it returns. NULL: so is
+     * all. */
+    void     *(*slot) (void *of, int unit);
+    mt_status (*lower)(void *of, int unit, size_t from, size_t to);
 
     /* Gradients. at: the address of a plane of theirs; NULL: they are in host memory. come: what
      * d2h is given from now on may write them; NULL: it may anyway. */

@@ -216,11 +216,9 @@ static int is_updated(const mt__unit *u)
     return u->account.updates == 0 && all_have(u, MT_COUNT_UPDATED);
 }
 
-/* What hears of other machines' updates has their weights only when these have ended. */
 static int is_stepped(const mt__unit *u)
 {
-    return !u->shared || mt_share_is_apart(u->board.share) ? is_updated(u)
-                                                           : all_have(u, MT_COUNT_STEPPED);
+    return u->shared ? all_have(u, MT_COUNT_STEPPED) : is_updated(u);
 }
 
 /* In a share: what is known to have begun on this rank. */

@@ -135,6 +135,11 @@ static const mt_home *keeper(mt_store *s, int unit)
     return u != NULL && MT_LOCKED(&s->mirror_mu, u->mirror.copies != NULL) ? home_of(u) : NULL;
 }
 
+const mt_home *mt__home_kept(mt_store *s, int unit, void **of)
+{
+    return keeper(s, unit) != NULL ? mt_store_home(s, unit, of) : NULL;
+}
+
 /* Of these planes, those that a home keeps, or has around an update. */
 static unsigned kept(mt_store *s, int unit, unsigned planes)
 {

@@ -195,7 +195,7 @@ void mt_store_serve_end(mt_store *s)
 {
     if (s == NULL || !is_running(&s->serves))
         return;
-    atomic_store(&s->serves.stop, 1);
+    MT_WITH(&s->serving) atomic_store(&s->serves.stop, 1);   /* the relay knows no home any more */
     end(&s->serves);
 }
 

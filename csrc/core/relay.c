@@ -38,6 +38,15 @@ void mt_relay_close(mt_relay *r)
     free(r);
 }
 
+/* Under serving: the unit stays where it is. NULL: its weights go by way of host memory. */
+static void *slot_of(mt_store *s, int unit)
+{
+    void          *of;
+    const mt_home *h = atomic_load(&s->serves.stop) ? NULL : mt__home_kept(s, unit, &of);
+
+    return h != NULL && h->slot != NULL ? h->slot(of, unit) : NULL;
+}
+
 /* ---- what goes ---------------------------------------------------------------------------- */
 
 static mt_status add(mt_relay *r, mt_parcel p, void *base)
@@ -52,13 +61,14 @@ static mt_status add(mt_relay *r, mt_parcel p, void *base)
 
 /* This rank's portion of the weights of parameters that are updated; those that lie side by side go
  * together. */
-static mt_status add_updated(mt_relay *r, int unit)
+static mt_status add_updated(mt_relay *r, int unit, uint64_t count)
 {
     const mt__unit *u = mt__unit_at(r->s, unit);
     size_t          begin = mt_shape_byte(&u->shape, u->own.begin);
     size_t          end = mt_shape_byte(&u->shape, u->own.end);
-    void           *hi;
+    void           *hi, *slot;
 
+    MT_WITH(&r->s->serving) slot = slot_of(r->s, unit);
     MT_DO(mt_store_hi(r->s, unit, &hi));
     for (int i = 0, first = 0; i <= u->shape.n; i++) {
         size_t from, to;
@@ -73,8 +83,9 @@ static mt_status add_updated(mt_relay *r, int unit)
         to = to > end ? end : to;
         first = i + 1;
         if (from < to)
-            MT_DO(add(r, (mt_parcel){ .kind = MT_PARCEL_WEIGHTS, .unit = unit, .at = from,
-                                      .bytes = to - from }, hi));
+            MT_DO(add(r, (mt_parcel){ .kind = slot != NULL ? MT_PARCEL_SLOT : MT_PARCEL_WEIGHTS,
+                                      .unit = unit, .n = count, .at = from, .bytes = to - from },
+                      slot != NULL ? slot : hi));
     }
     return MT_OK;
 }
@@ -115,8 +126,8 @@ mt_status mt_relay_next(mt_relay *r, int ms, mt_parcel *out, void **mem, int *to
             return MT_OK;
         /* What has to be there before the note is said. */
         r->n = r->next = 0;
-        if (note->unit >= 0 && note->count == MT_COUNT_UPDATED)
-            MT_DO(add_updated(r, note->unit));
+        if (note->unit >= 0 && note->count == MT_COUNT_STEPPED)
+            MT_DO(add_updated(r, note->unit, note->n));
         if (note->unit >= 0 && note->count == MT_COUNT_SUMMED) {
             u = mt__unit_at(r->s, note->unit);
             mt__chunks_of(u, &u->own, &from, &n);
@@ -182,6 +193,9 @@ mt_status mt_relay_place(mt_store *s, int rank, const mt_parcel *p, void **mem)
     } else if (p->kind == MT_PARCEL_WEIGHTS) {
         MT_DO(mt_store_hi(s, p->unit, &base));
         bytes = u->shape.bytes;
+    } else if (p->kind == MT_PARCEL_SLOT) {
+        MT_WITH(&s->serving) base = slot_of(s, p->unit);
+        bytes = base != NULL ? u->shape.bytes : 0;
     } else if (p->kind == MT_PARCEL_PLANE && p->what >= 0 && p->what < MT_PLANE_COUNT) {
         MT_DO(mt_store_at(s, p->unit, p->param, (mt_plane)p->what, &base));
         bytes = mt_store_plane_bytes(s, p->unit, p->param, (mt_plane)p->what,
@@ -193,14 +207,45 @@ mt_status mt_relay_place(mt_store *s, int rank, const mt_parcel *p, void **mem)
     return MT_OK;
 }
 
+mt_status mt_relay_ready(mt_store *s, int rank, const mt_parcel *p, int *is)
+{
+    const mt__unit *u = mt__unit_at(s, p->unit);
+
+    if (!is_spoken_for(s, rank) || (p->kind == MT_PARCEL_SLOT && (u == NULL || !u->shared)))
+        return refuse(rank, p);
+    *is = p->kind != MT_PARCEL_SLOT ||
+          mt_board_said(&u->board, MT_COUNT_STEPPED, mt_share_rank(s->share)) >= p->n;
+    return mt_ledger_check(s);
+}
+
+/* Host memory gets what came into the slot. */
+static mt_status lower(mt_store *s, int unit, int rank)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    const mt_home  *h;
+    mt_portion      part;
+    void           *of;
+
+    MT_HOLD(&s->serving);
+    if (slot_of(s, unit) == NULL)
+        return MT_OK;
+    h = mt__home_kept(s, unit, &of);
+    MT_DO(mt_portion_of(s, unit, rank, mt_share_ranks(s->share), &part));
+    return h->lower(of, unit, mt_shape_byte(&u->shape, part.begin),
+                    mt_shape_byte(&u->shape, part.end));
+}
+
 mt_status mt_relay_come(mt_store *s, int rank, const mt_parcel *p)
 {
     const mt__unit *u = mt__unit_at(s, p->unit);
     const mt_board *b = p->unit < 0 ? mt_share_board(s->share) : u != NULL ? &u->board : NULL;
     mt_note         note = { .unit = p->unit, .count = p->what, .n = p->n, .about = p->about };
 
-    if (!is_spoken_for(s, rank) ||
-        (p->kind == MT_PARCEL_NOTE && (b == NULL || !mt_board_hear(b, rank, note))))
+    if (!is_spoken_for(s, rank))
         return refuse(rank, p);
-    return MT_OK;
+    if (p->kind != MT_PARCEL_NOTE)
+        return MT_OK;
+    if (b != NULL && p->unit >= 0 && p->what == MT_COUNT_UPDATED)
+        MT_DO(lower(s, p->unit, rank));
+    return b != NULL && mt_board_hear(b, rank, note) ? MT_OK : refuse(rank, p);
 }

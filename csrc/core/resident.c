@@ -508,6 +508,21 @@ static mt_status home_at(void *arg, int unit, int param, mt_plane p, void **out)
     return mt_resident_at(arg, unit, param, p, out);
 }
 
+static void *home_slot(void *arg, int unit)
+{
+    mt_resident *r = arg;
+    mt__settled *h;
+
+    if (mt__settled_find(r, unit, &h) != MT_OK)
+        return NULL;
+    return MT_LOCKED(&r->mu, h->slots != NULL ? h->mem : NULL);
+}
+
+static mt_status home_lower(void *arg, int unit, size_t from, size_t to)
+{
+    return mt__ferry_land(arg, unit, from, to);
+}
+
 static mt_status home_drain(void *arg)
 {
     mt_resident *r = arg;
@@ -521,7 +536,8 @@ static mt_status home_drain(void *arg)
 
 #define LIVES_ON_THE_DEVICE                                                                       \
     .stays = GRAD, .later = HI, .wait = home_wait, .load = home_load, .store = home_store,        \
-    .take = home_take, .at = home_at, .come = home_come, .by = MT_BY_PUT,                         \
+    .take = home_take, .slot = home_slot, .lower = home_lower, .at = home_at, .come = home_come,  \
+    .by = MT_BY_PUT,                                                                              \
     .update = home_update, .drain = home_drain
 
 const mt_home mt_home_vram = {

@@ -9,7 +9,8 @@
  * others copy that portion from slot to slot, where slots are within each other's reach (NVLink, or
  * peer access over PCIe): 2 (N - 1) / N bytes of a parameter. It also goes down to the share, where
  * every process reads weights whatever the unit's home: 2 / N bytes. Ranks whose slots are out of
- * reach fetch it up from there. No rank waits at a collective.
+ * reach fetch it up from there. Other machines' portions come into the slot of who speaks for their
+ * rank (relay.h), and go down to the share from there. No rank waits at a collective.
  *
  * Units are raised in the order in which their updates were put, ahead of their windows; an await
  * that comes before does it itself. They are lowered in chunks, two in the queue at a time: a
@@ -48,7 +49,8 @@ typedef struct mt__settled {
     mt_post      lowering;           /* of `ends`'s thread */
     mt_post      raising;
     mt_mem_name *names;              /* [ranks] of slots. These two NULL: out of reach */
-    void       **slots;              /* [ranks] where they are here; NULL: its own */
+    void       **slots;              /* [ranks] where they are here; NULL: in its own. Another
+                                      * machine's: its speaker's */
     mt_update   *trip;               /* in `steps`, where slots are within reach, then in `ends`;
                                       * NULL: no update is on its way down */
 } mt__settled;
@@ -76,6 +78,7 @@ struct mt_resident {
     struct mt__ferry {
         int        open;             /* other processes have the units; as long as any is settled */
         mt_queue  *down, *up;        /* down: `ends`'s thread */
+        mt_queue  *landing;          /* of who hears other machines, under `serving` */
         mt_event  *chunks[2];        /* recorded on down, in turns */
         mt_worker  steps, ends, raises;      /* see updates end on the device; copy them down and
                                               * end them; raise */
@@ -106,7 +109,7 @@ void      mt__arrive_close  (const mt_resident *r, mt__settled *h);      /* it i
 /* ferry.c. Without mu: open, where it is not; close; reach, as mt_resident_reach, of what is left
  * where names is NULL; idle, until the unit's last update has ended. lower: the ferry ends the
  * update, behind `done`. raise: the others' portions, in up. back: the own one from the share into
- * the slot, in q. */
+ * the slot, in q. Without mu: land, bytes of other machines' weights from the slot to the share. */
 mt_status mt__ferry_open (mt_resident *r);
 void      mt__ferry_close(mt_resident *r);
 mt_status mt__ferry_reach(mt_resident *r, mt__settled *h, const mt_mem_name *names);
@@ -114,5 +117,6 @@ mt_status mt__ferry_idle (mt_resident *r, const mt__settled *h);
 void      mt__ferry_lower(mt_resident *r, mt__settled *h, mt_update *u);
 mt_status mt__ferry_raise(mt_resident *r, mt__settled *h);
 mt_status mt__ferry_back (mt_resident *r, const mt__settled *h, mt_queue *q);
+mt_status mt__ferry_land (mt_resident *r, int unit, size_t from, size_t to);
 
 #endif

@@ -215,6 +215,8 @@ mt_status mt__mirror_move   (mt_store *s, int unit, const mt_home *to, void *of)
 void      mt__mirror_touched(mt_store *s, int unit);
 void      mt__mirror_lacks  (mt_store *s, int unit, unsigned planes);
 mt_status mt__mirror_serve  (mt_store *s, uint64_t about, int *gone);
+/* Under serving: the unit's, as long as host memory mirrors its planes; else NULL. */
+const mt_home *mt__home_kept(mt_store *s, int unit, void **of);
 void      mt__asked         (uint64_t about, int *unit, unsigned *planes, int *claims);
 
 #endif

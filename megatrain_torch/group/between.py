@@ -2,8 +2,8 @@
 
 Each rank tells every other machine what it says, with the bytes that belong to it (csrc/core/relay.h), and one rank of
 that machine, who speaks for it there, hears it. As machines have equally many ranks, two that tell each other hear each
-other. What is said goes over gloo. Weights go from host memory to host memory by the network's own transport: NCCL's on
-CUDA, gloo's on the CPU device.
+other. What is said goes over gloo. Weights go by the network's own transport, NCCL's on CUDA and gloo's on the CPU
+device: of units at home on the devices from slot to slot, of others from host memory to host memory.
 
 A sender waits for nothing but the network, and a hearer for nothing else, so neither waits for the other's. NCCL runs
 what a group is given one after the other, so each direction of a pair has a group of its own. A receive is queued when
@@ -12,6 +12,7 @@ the device never waits for something that a host has yet to queue.
 """
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 import time
@@ -80,9 +81,8 @@ class Line:
                 pieces.leave(_BUSY)
             batch = self._next()
             last = any(ends for *_, ends in batch)
-            large = [(torch.from_numpy(data), [self._out[r] for m, r in list(self._hearers.items())
-                                               if self._is_for(m, to)])
-                     for _, data, to, _ in batch if data is not None and data.nbytes > SMALL]
+            large = [(self._tensor(data), [self._out[r] for m, r in list(self._hearers.items()) if self._is_for(m, to)])
+                     for _, data, to, _ in batch if _is_large(data)]
             before = all(pieces.is_direct(data) for data, _ in large)
             if before:
                 self._send_large(pieces, large)
@@ -109,10 +109,12 @@ class Line:
     def _next(self) -> list[tuple[bytes, Any, int, bool]]:
         """What was said since, as far as it goes at once."""
         found = _core.relay_next(self._relay, _LOOK_MS)
-        batch = [] if found is None else [found]
-        while 0 < len(batch) < _MOST and not batch[-1][-1] and sum(map(_bytes_of, batch)) < _AT_ONCE and (
-                found := _core.relay_next(self._relay, 0)) is not None:
+        batch: list[tuple[bytes, Any, int, bool]] = []
+        while found is not None:
             batch.append(found)
+            if found[-1] or len(batch) == _MOST or sum(_nbytes(data) for _, data, *_ in batch) >= _AT_ONCE:
+                break
+            found = _core.relay_next(self._relay, 0)
         self._delay()
         return batch
 
@@ -122,7 +124,7 @@ class Line:
         with self._turn:
             if not batch or (rank := self._hearers.get(machine)) is None:
                 return
-            small = [torch.from_numpy(data) for _, data in batch if data is not None and data.nbytes <= SMALL]
+            small = [torch.from_numpy(data) for _, data in batch if data is not None and not _is_large(data)]
             try:
                 for work in [self._group.send([t], rank, 0) for t in (_head([p for p, _ in batch]), *small)]:
                     work.wait(_NEVER)
@@ -143,7 +145,7 @@ class Line:
         try:
             while parcels := self._parcels(rank):
                 places = [_core.relay_place(self._relay, rank, parcel) for parcel in parcels]
-                self._receive(rank, [torch.from_numpy(p) for p in places if p is not None and p.nbytes <= SMALL])
+                self._receive(rank, [torch.from_numpy(p) for p in places if p is not None and not _is_large(p)])
                 for pair in zip(parcels, places):
                     told.put(pair)
         except RuntimeError:
@@ -167,14 +169,25 @@ class Line:
             pieces, way = Pieces(self._device, gone, self._given_up), self._into[rank]
             while (pair := _taken(told, pieces)) is not None:
                 parcel, place = pair
-                if place is not None and place.nbytes > SMALL:
-                    pieces.receive(torch.from_numpy(place), way)
+                if _is_large(place):
+                    while not _core.relay_ready(self._relay, rank, parcel):
+                        pieces.step()        # what came before may be what this waits for
+                        pieces.nap()
+                    pieces.receive(self._tensor(place), way)
                 pieces.behind(lambda parcel=parcel: self._has_come(rank, parcel))
             pieces.land()
         except RuntimeError:
             if not (self._given_up.is_set() or gone.wait(_GONE_S)):
                 _core.relay_gone(self._relay, rank)      # his process lives, and yet nothing more will come
                 raise
+
+    def _tensor(self, data: Any) -> Tensor:
+        """data: an array of host memory, or an address on the device and how many bytes."""
+        if not isinstance(data, tuple):
+            return torch.from_numpy(data)
+        if self._device.type == "cuda":
+            return torch.as_tensor(OnDevice(*data), device=self._device)
+        return torch.frombuffer((ctypes.c_uint8 * data[1]).from_address(data[0]), dtype=torch.uint8)
 
     def _has_come(self, rank: int, parcel: bytes) -> None:
         self._delay()
@@ -190,15 +203,14 @@ class Line:
 
 
 class OnDevice:
-    """Host memory that the driver has locked, as kernels see it: at the same address."""
+    """Memory that kernels reach: of the device, or of the host, which the driver has locked, at the same address."""
 
-    def __init__(self, host: Tensor) -> None:
-        self.__cuda_array_interface__ = {"data": (host.data_ptr(), False), "shape": (host.numel(),), "typestr": "|u1",
-                                         "version": 3}
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
 
 
 class Pieces:
-    """Bytes of host memory on their way to other ranks, or from one.
+    """Bytes on their way to other ranks, or from one.
 
     NCCL's kernels read and write locked host memory where it lies. Other memory goes by way of a buffer on the device,
     piece by piece: the driver copies to it in the caller's thread, and holds its lock meanwhile. Behind a receive whose
@@ -218,7 +230,7 @@ class Pieces:
 
     def is_direct(self, host: Tensor) -> bool:
         """All of it is on its way when send returns, whether or not it is received."""
-        return self._stream is None or (host[:1].is_pinned() and host[-1:].is_pinned())
+        return self._stream is None or host.is_cuda or (host[:1].is_pinned() and host[-1:].is_pinned())
 
     def send(self, host: Tensor, groups: Sequence[Any]) -> None:
         """Not direct: returns when the bytes have gone."""
@@ -279,9 +291,10 @@ class Pieces:
 
     def _part(self, piece: Tensor, direct: bool) -> Tensor:
         """What works are given for it."""
-        if self._stream is None:
+        if self._stream is None or piece.is_cuda:
             return piece
-        return torch.as_tensor(OnDevice(piece), device=self._device) if direct else self._buffer[:len(piece)]
+        return torch.as_tensor(OnDevice(piece.data_ptr(), len(piece)), device=self._device) if direct \
+            else self._buffer[:len(piece)]
 
     def _asks(self) -> list[Any]:
         """Where works go. It is there before a group is asked, which may refuse: those before it are waited for."""
@@ -310,8 +323,13 @@ def _taken(told: SimpleQueue[Any], pieces: Pieces) -> Any:
     return told.get()
 
 
-def _bytes_of(said: tuple[bytes, Any, int, bool]) -> int:
-    return 0 if said[1] is None else int(said[1].nbytes)
+def _nbytes(data: Any) -> int:
+    return 0 if data is None else int(data[1] if isinstance(data, tuple) else data.nbytes)
+
+
+def _is_large(data: Any) -> bool:
+    """Does it go by the way of its pair, and not over gloo as notes do?"""
+    return isinstance(data, tuple) or _nbytes(data) > SMALL
 
 
 def _head(parcels: list[bytes]) -> Tensor:

@@ -78,10 +78,10 @@ class Homes:
         self.arrivals = Arrivals(model.itself(), [unit for unit in there if asked.homes[unit] == "arrive"])
 
     def reach(self, ranks: Ranks) -> None:
-        """Each process of one machine copies what others have updated from their slots, if all reach all; called by
-        all, with the same units there."""
-        units = sorted(self.settled)
-        names = ranks.gather([b"" if ranks.apart else self.core.slot_name(unit) for unit in units])
+        """Each process of one machine copies what others have updated from their slots, if all reach all. Between
+        machines it is sent from slot to slot. Called by all, with the same units there."""
+        units, sent = sorted(self.settled), not self._model.is_cuda or ranks.nccl()
+        names = ranks.gather([self.core.slot_name(unit) if sent or not ranks.apart else b"" for unit in units])
         within = [self.core.reach(unit, b"".join(of)) for unit, of in zip(units, zip(*names))]
         self.within = {unit for unit, *found in zip(units, *ranks.gather(within)) if all(found)}
         for unit in self.settled.keys() - self.within:

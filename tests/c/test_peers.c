@@ -600,7 +600,7 @@ static void settle_all(runner *r)
  * share at addresses of its own. */
 static void reach_all(runner *r, const plan *p)
 {
-    for (int u = 0; u < UNITS && p->mates == 0 && !p->apart && !UNDER_TSAN; u++) {
+    for (int u = 0; u < UNITS && !p->apart && !UNDER_TSAN; u++) {
         mt_mem_name names[RANKS];
 
         for (int k = 0; k < p->ranks && is_settled(r, u); k++)
@@ -1126,8 +1126,14 @@ static void send(volatile char *to, const volatile char *from, size_t bytes)
 static void carry(const runner *from, const runner *to, const mt_parcel *p, const void *mem)
 {
     void *place = NULL;
+    int   is = 0;
 
     CHECK_OK(mt_relay_place(to->cx.store, from->rank, p, &place));
+    while (place != NULL && !is) {
+        CHECK_OK(mt_relay_ready(to->cx.store, from->rank, p, &is));
+        if (!is)
+            usleep(100);
+    }
     if (place != NULL)
         send(place, mem, (size_t)p->bytes);
     CHECK_OK(mt_relay_come(to->cx.store, from->rank, p));
