@@ -148,8 +148,7 @@ class Machine:
         return found * rate / points[-1][1] * 1e9
 
     def held_s(self, gpus: int = 1) -> float:
-        """Seconds by which one copied byte delays AdamW on the host. gpus: each of so many copies as much at that time.
-        """
+        """Seconds by which one copied byte delays AdamW on the host, while each of so many GPUs copies as much."""
         alone, copied = self.adam_gparams[-1][1], 2 * self.busy_gbps
         beside = self._beside() if gpus == 1 else (self.host_gbps - gpus * copied) / moved_bytes("fp32")
         return (1 - min(max(beside, 0.0), alone) / alone) / (copied * 1e9)
