@@ -60,8 +60,8 @@ def rms_norm_backward(dy: Tensor, s: Tensor, weight: Tensor, rstd: Tensor, style
         dx: [..., n], strided: written instead of a new tensor; may be dy itself.
 
     Returns:
-        dx [..., n], dense if it is new; dweight [n] in weight's type, summed in fp32 in an order that does not
-        depend on the device's load; y or None.
+        dx [..., n], dense if it is new; dweight [n] in weight's type; y or None. dweight is summed in fp32, in an
+        order that does not depend on the device's load.
     """
     dx, dw, y = _like(dy) if dx is None else dx, torch.empty_like(weight), _like(dy) if rebuild else None
     _ops.rms_norm_backward(dy, s, weight, rstd, add, dx, dw, y, style)
@@ -202,8 +202,8 @@ def gemm_(c: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0, beta: float = 
     Args:
         c: [M, N] fp32 or a's type; rows dense, any row stride. Shares no memory with a or b. Not read if beta is 0.
             16-bit and beta not 0: on CUDA the product is rounded before c is added, so sum up in fp32.
-        a: [M, K]; b: [K, N]: both fp32, both bf16 or both fp16, by rows or by columns (`x.t()`), with any leading
-            dimension (some columns of a wider matrix).
+        a: [M, K]; b: [K, N]: both fp32, both bf16 or both fp16. Either is by rows or by columns (`x.t()`), and may be
+            some columns of a wider matrix.
     """
     if a.shape[-1] == 0:
         c.mul_(beta) if beta else c.zero_()
@@ -386,8 +386,8 @@ def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tenso
                        causal: bool, scale: float, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
     """Writes dq, dk and dv of attention, by cuDNN on CUDA, with the same bits each time.
 
-    All are [rows, heads, tokens, dim] of one 16-bit type with dense last dimensions; lse: [rows, heads, tokens, 1]
-    fp32; bias: [1 or rows, 1 or heads, queries, keys], added to the logits. In the workspace dS has
+    lse is [rows, heads, tokens, 1] fp32; bias is [1 or rows, 1 or heads, queries, keys], added to the logits. All
+    else is [rows, heads, tokens, dim] of one 16-bit type with dense last dimensions. In the workspace dS has
     rows * heads * queries * keys numbers of 16 bits.
 
     Raises:
@@ -399,8 +399,8 @@ def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tenso
 def grouped_gemm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     """y[rows of group e] = x[rows of group e] @ w[e]: one launch for all experts.
 
-    bf16 on a GPU that torch has the kernel for (9.0, 10.0), with addresses and strides in multiples of 16 bytes;
-    everything else goes group by group, and on CUDA the host then waits for the offsets.
+    That holds for bf16 on GPUs of capability 9.0 and 10.0, with addresses and strides in multiples of 16 bytes. All
+    else goes group by group, and on CUDA the host then waits for the offsets.
 
     Args:
         x: [T, K], rows dense. w: [E, K, N], each expert by rows or by columns (`w.mT` of [E, N, K]).

@@ -1,5 +1,5 @@
-/* peers.c — a store is opened, moves units from home to home, and ends. In a share it has two
- * threads, which sleep on the share's word:
+/* peers.c — watches the other ranks; ends this rank's waits when one of them has died. A store
+ * is opened, moved and closed here too. In a share it has two threads that sleep on its word:
  *
  *     mt-peers    looks what the other ranks say, and whether they live. What a rank says may end a
  *                 wait here, so who waits in the ledger looks again. A rank that failed is a fault

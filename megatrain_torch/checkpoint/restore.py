@@ -77,8 +77,8 @@ def inspect_checkpoint(folder: str | Path) -> CheckpointInfo:
 def checkpoint_bytes(model: nn.Module, folder: str | Path, states: str = "fp32") -> tuple[int, int]:
     """Bytes that checkpoints of a streamed model will take: (each, all together besides).
 
-    Frozen weights are written once where the file system of `folder`, which need not be there, has hard links: all
-    checkpoints of a run share them.
+    Frozen weights are written once if the file system of `folder` has hard links: all checkpoints of a run share them.
+    The folder need not be there.
 
     Args:
         states: how mt.AdamW keeps its states.
@@ -97,12 +97,12 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
          verify: bool = True, convert: bool = False, progress: Callable[[int, int], None] | None = None) -> Any:
     """Takes a checkpoint of mt.save; returns the `extra` that it was given.
 
-    Training goes on with the bits of an uninterrupted run, wherever units lived then and live now; on a GPU where its
-    kernels give the same bits twice (`torch.use_deterministic_algorithms`). What would change them otherwise, such as
-    another device, other versions or other activations kept, is told by a warning.
-    Types and formats may differ where the new ones hold all that the old ones did (moments of 8 bits into fp32 ones,
-    bf16 weights with their masters into fp32 weights). mt.AdamW takes states of torch.optim.AdamW, and the reverse, as
-    their load_state_dict do; torch's keeps moments in the parameter's type, and no master.
+    Training goes on with the bits of an uninterrupted run, wherever units lived then and live now. On a GPU that needs
+    kernels that give the same bits twice (`torch.use_deterministic_algorithms`). A warning tells what else changes the
+    bits: another device, other versions, other activations kept.
+    Types and formats may differ if the new ones hold all that the old ones did. Moments of 8 bits may become fp32 ones;
+    bf16 weights and their masters may become fp32 weights. mt.AdamW takes states of torch.optim.AdamW, and the reverse.
+    torch's optimizer then keeps moments in the parameter's type, and no master.
 
     Args:
         model: the streamed model. opt: its optimizer; None: weights and buffers alone, and no random states.

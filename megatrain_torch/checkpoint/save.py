@@ -95,8 +95,8 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
     untouched. Files that somebody put beside a checkpoint's own stay. Frozen weights are written once: the next
     checkpoint on the same file system has their files by hard links, after mt.load too.
 
-    transformers' from_pretrained reads the folder, but for a PeftModel, or another model around transformers' own,
-    whose weights it does not know by their names: then they are in files that it does not take, without config.json.
+    transformers' from_pretrained reads the folder, unless the model wraps transformers' own, as a PeftModel does. It
+    does not know the names of such weights, so these are in other files, without config.json.
     `model.save_pretrained(folder)` after each save adds PEFT's files of the adapter alone, for
     `PeftModel.from_pretrained(base, folder)`.
 
@@ -106,15 +106,15 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         folder: a name that is free, or that of a checkpoint.
         scheduler: whatever has `state_dict()`: a learning rate scheduler, a data loader that knows its position.
         extra: tensors, numbers, strings, and lists, tuples and dicts of these: what else the run must know.
-        asynchronous: return as soon as what is to be saved is held; the next save, load, forward or `wait()` of what is
-            returned tells of a failure.
+        asynchronous: return while the files are still written. If that fails, the next save, load or forward raises, or
+            `wait()` of the object that is returned.
         spare: host memory for blocks that are copied and not yet written (bytes or "8GiB"). None: 2 GiB where
             asynchronous and so much is free, else the least, 4 MiB for each thread. Besides, what a unit has on the
             device or on disk is in host memory while it is copied, one unit at a time.
-        dry_run: write nothing but a trial of the disk: check that the folder can be made, that there is room, that all
-            can be serialised; return a SavePlan.
-        progress: called with (bytes written, bytes in all) four times a second, from the thread that writes; of
-            several processes each counts its own bytes for all.
+        dry_run: check that the folder can be made, that there is room, and that all can be serialised. Measure the disk
+            with a trial file. Return a SavePlan.
+        progress: called with (bytes written, bytes in all) four times a second, from the thread that writes. Each of
+            several processes reports its own bytes times their number.
 
     Raises:
         MegatrainError: the model is not streamed, or was streamed anew since its mt.AdamW was made. Gradients of an
@@ -225,8 +225,8 @@ class Saving:
         """Returns itself when the checkpoint has its name and is on the disk.
 
         Raises:
-            MegatrainError: it could not be written, and the one before is as it was; or it has its name, and whether
-                that is on the disk is not known.
+            MegatrainError: it could not be written, and the checkpoint before is as it was. Or it has its name, but may
+                not be on the disk yet.
         """
         if not self.over and os.getpid() != self._process:
             raise MegatrainError(f"{self.folder}: this process was forked from the one that writes it; wait there")

@@ -129,8 +129,8 @@ _CALLED = {"compute": "compute", "h2d": "copies to the device", "d2h": "copies t
 class StepReport(Shown):
     """One step, measured; or, without mt.trace, what was counted since the report before.
 
-    A step goes from one step of the optimizer to its next, as compute comes by them; without an optimizer from one
-    root forward to the next. So the updates that it runs beside its forward are those of the step before.
+    A step goes from one `step()` of the optimizer to the next, at the times when compute reaches them. Without an
+    optimizer it goes from one forward of the model to the next. Updates beside its forward are the previous step's.
 
     Attributes:
         seconds: wall time.

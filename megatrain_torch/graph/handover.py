@@ -1,10 +1,10 @@
 """Gradients leave a window: from autograd's hands into the store's GRAD planes.
 
-A window's weight gradients arrive together in `Bind.backward`. Each parameter is one of
+A window's weight gradients arrive together in `HandOver.take`. `Layer.backward` (fused/layer.py) calls it where a
+template runs the window, else `Bind.backward` (store/state.py) does. Each parameter is one of
 
     streamed   the usual case: copied down behind compute; autograd is told None, and `p.grad` is late: gradient.py
-    summed     used more than once in this backward (tied weights, a module called twice): kept on the
-               device until the last use, then streamed, so that sums are made in torch's order
+    summed     used again in this backward (tied weights): added on the device in torch's order, sent after the last use
     real       autograd wants the tensor itself (autograd.grad, hooks on the parameter, arithmetic on
                the host copy): a finished host tensor is returned
     unwanted   autograd.grad or backward(inputs=...) without this parameter: dropped

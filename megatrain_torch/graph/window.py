@@ -1,9 +1,9 @@
-"""A window: the stretch of a module's forward in which its weights are bound.
+"""A window: the stretch of a module's forward in which its weights are bound. `Window.once` runs it. A template's
+forward and backward are in fused/layer.py; of the module's own code
 
-    forward   acquire the window's units, hand slot tensors to the module through `Bind`, run its own
-              forward, let go.
-    backward  autograd asks for saved tensors: frames.py; when all the window's weight gradients
-              exist, `Bind.backward` hands them over: handover.py.
+    forward   fetches the window's units, gives slot tensors to the module through `Bind`, and runs the module's forward
+    backward  asks for saved tensors (frames.py); when all weight gradients exist, `Bind.backward` gives them to
+              `HandOver.take` (handover.py)
 """
 from __future__ import annotations
 

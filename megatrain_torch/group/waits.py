@@ -1,4 +1,4 @@
-"""Who waits for whom, between processes: those that wait for each other in different places do so in vain.
+"""Finds processes that wait for each other in different places, and so in vain. csrc/core/peers.c finds dead ones.
 
 A process that waits for longer than a few seconds writes where, and for whom, into torch.distributed's store. It then
 reads what the others have written. One that has written nothing may yet come, and is waited for. One that waits

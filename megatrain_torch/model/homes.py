@@ -1,9 +1,9 @@
-"""Where the units of one streamed model live: in host memory, on the device, on a disk; and how they get there.
+"""Moves the units of a streamed model between host memory, the device and a disk. plans/search.py chooses the placement
+(a unit's home); model/planning.py calls `move` with it.
 
-`move` puts a plan into force in a model that streams: between two passes, when no graph is alive. Everything under way
-ends first; then units leave the device, so that there is room for those that come. A unit brings what it has:
-gradients, states and sums of micro-batches move with its weights, and every result has the bits that it would have had
-without the move.
+`move` runs between two passes, when no graph is alive. All work under way ends first. Then units leave the device,
+which makes room for those that come. Gradients, states and sums of micro-batches move with a unit's weights. Results
+have the bits that they would have had without the move.
 
 The device has a limit: torch's allocator is held to it beside what the store takes there.
 """

@@ -1,5 +1,5 @@
-"""Several processes stream one model: what they have to agree on, the memory that those of a machine share, and weights
-of which each has fetched its own portion and gives it to the others.
+"""Several processes stream one model. They agree on it (`check`), share a machine's memory (`engine`), and give each
+other the weights that they fetched (`Delivery`). `watch` ends NCCL's waits when a process has died.
 """
 from __future__ import annotations
 

@@ -53,51 +53,50 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
            units: list[str | nn.Module] | None = None, compute: str = "auto",
            products: str | None = None, plan: Plan | dict[str, Any] | None = None, masters: bool = False,
            group: Any = None, reduce: str = "mean") -> nn.Module:
-    """Moves a model's parameters to streamed storage in host memory; returns the same object.
+    """Moves a model's parameters to host memory, from which they are streamed; returns the same object.
 
-    From here on the model's own forward runs on `device` with weights that are there only while
-    they are needed. Parameters stay where they were found (`model.parameters()`, `state_dict()`),
-    as host tensors. Call it before `get_peft_model`'s result is trained, that is: last.
+    From here on the model's own forward runs on `device`. A layer's weights are there only while it runs.
+    `model.parameters()` and `state_dict()` have the same names as before, and give tensors in host memory. Call
+    mt.stream last: after `get_peft_model`, and after every other change of the model.
 
     Args:
-        module: any `torch.nn.Module`; its parameters dense, real, plain, or frozen codes (docs/low-precision.md).
+        module: any `torch.nn.Module` with dense, real parameters. Frozen ones may be quantized (docs/low-precision.md).
         device: where to compute; None: CUDA if there is one, else the CPU device.
-        tokens, seq: of a training step, in sequences of `seq`: mt.plan's choice for these is made at once. None: it is
-            made at the first forward that records gradients, for what that is given, and again where the loop goes on
-            to longer batches or more micro-batches (docs/plans.md). On the CPU device only where `vram` is given.
+        tokens, seq: tokens of a training step, and of a sequence. With them the model is planned at once. None: it is
+            planned at the first forward with gradients, for that batch, and again for longer batches or more
+            micro-batches (docs/plans.md). On the CPU device it is planned only if `vram` is given.
         vram: limit for what this process uses of the device (bytes or "24GiB").
-        host: limit for host memory: all planes, AdamW's states counted in. None: what is there, by every limit that
-            is known (`megatrain doctor` prints them), asked now for the weights and by mt.AdamW for its states.
+        host: limit for host memory: weights, gradients and AdamW's states. None: what is free, by all limits that
+            `megatrain doctor` prints. mt.stream checks it for the weights, mt.AdamW for its states.
         nvme: directory for states, weights and activations that host memory does not hold; or {"path": directory,
-            "limit": "200GiB"}, of all processes of a machine. Files are removed by mt.unstream, at the end of the
-            process, or, after a crash, by the next run that is given the directory; several processes' have no names.
-        states: how mt.AdamW will keep its states, one of its formats, so that limits and plans count them. None: as
-            mt.AdamW is told.
+            "limit": "200GiB"}, of all processes of a machine. mt.unstream, or the end of the process, removes the
+            files. After a crash the next run with this directory does. Files of several processes have no names.
+        states: format in which mt.AdamW will keep its states, so that limits and plans count them. None: as mt.AdamW
+            is told.
         dtype: convert floating parameters to this type; None: each keeps its own.
         units: names or modules to be streamed as one unit each; None: found from the model.
-        compute: "eager": the modules' own code. "fused": layers that a template covers run as one node with an
-            explicit backward, the others as they are (mt.explain says which). If the loss is `F.cross_entropy`, the
-            head makes no logits unless somebody reads them before the next optimizer step. "auto": fused on CUDA for
-            16-bit weights, else eager. Fused results differ from the module's own
-            code in the last bits.
-        products: of decoder layers that a template runs. "bf16": as the weights are. "fp8": of operands rounded to 8
-            bits with a scale for each row, summed in fp32. docs/numerics.md says what that changes, mt.explain which
-            layers have them. None: a plan's, else "bf16".
-        plan: what mt.plan gave: that is what runs, and stays. Or a dict by hand: docs/plans.md has its keys.
-        masters: where `dtype` makes fp32 parameters 16-bit ones, mt.AdamW's fp32 masters begin with their own values.
-            They are kept until its first step: no memory where they are mapped from a file, which must stay as it is.
-        group: processes that train the model together, each with data of its own: a ProcessGroup, or a DeviceMesh of
-            one dimension; None: all of torch.distributed's, where that is initialized (docs/several-gpus.md). Weights
-            and buffers are the first one's from then on; on a machine, processes beside the first may leave the model
-            on the meta device.
-        reduce: what becomes of their gradients, "mean" as with DistributedDataParallel, or "sum".
+        compute: "eager": the modules' own code. "fused": a template runs a layer, if it has one, as one autograd node
+            with an explicit backward; mt.explain says which layers. If the loss is `F.cross_entropy`, the head makes
+            no logits unless somebody reads them before the next optimizer step. "auto": fused on CUDA for 16-bit
+            weights, else eager. Fused results differ from those of the module's own code in the last bits.
+        products: matrix products of decoder layers that a template runs. "bf16": in the weights' type. "fp8": operands
+            are rounded to 8 bits with a scale for each row, sums are fp32. docs/numerics.md says what that changes,
+            mt.explain which layers have it. None: a plan's, else "bf16".
+        plan: what mt.plan returned; it stays in force. Or a dict by hand, with the keys in docs/plans.md.
+        masters: if `dtype` turns fp32 parameters into 16-bit ones, mt.AdamW's fp32 masters begin with the fp32 values.
+            These are kept until its first step. If they are mapped from a file, they take no memory; the file must
+            stay as it is until then.
+        group: processes that train the model together, each on its own data: a ProcessGroup, or a DeviceMesh of one
+            dimension. None: all processes of torch.distributed, if that is initialized (docs/several-gpus.md). All get
+            the first one's weights and buffers. On a machine, processes other than the first may have the model on
+            the meta device.
+        reduce: what becomes of the processes' gradients: "mean" as with DistributedDataParallel, or "sum".
 
     Raises:
-        MegatrainError: the model cannot be streamed rightly, it does not fit, or the disk refuses its file; nothing was
-            changed. If memory is gone between check and use, or a warning is an error, weights may have been taken
-            over already. Then the model is an ordinary one again with all its values. But these weights have the
-            type that `dtype` gave them, and are on the CPU. A drive that fails while weights go there takes those with
-            it.
+        MegatrainError: the model cannot be streamed or does not fit, or the disk refuses its file; nothing was changed.
+            Weights may have moved already if memory is gone between check and use, or a warning is an error. Then the
+            model is an ordinary one again with all its values. But these weights have the type that `dtype` gave
+            them, and are on the CPU. If a drive fails while weights go there, these weights are lost.
     """
     stream_of(ranks_of(group), module, device, vram=vram, host=host, nvme=nvme, units=units, masters=masters,
               reduce=reduce, tokens=tokens, seq=seq, states=states, dtype=dtype, compute=compute, products=products,
@@ -218,9 +217,9 @@ def stream_trainer(kind: Callable[..., Any], model: nn.Module, args: Any, *,
                    **kw: Any) -> Any:
     """A trainer whose model is streamed: `kind(model, args=args, **kw)`, ready for `trainer.train()`.
 
-    The trainer comes first, since trainers of TRL put a head of their own on the model, or adapters; it does not move
-    the plain model to the GPU. Then its model is streamed, and its reference model where it has one. The optimizer
-    comes last, as it needs streamed parameters.
+    The trainer is made first, since trainers of TRL add a head or adapters to the model. It does not move the plain
+    model to the GPU. Then its model is streamed, and its reference model if it has one. The optimizer is made last,
+    because it needs streamed parameters.
 
     Args:
         kind: transformers.Trainer, or a trainer of TRL.

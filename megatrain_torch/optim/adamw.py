@@ -95,12 +95,12 @@ class AdamW(torch.optim.Optimizer):
     With moments in fp32, 12 bytes per parameter, 14 with the gradient that waits for the norm. Order of
     operations, how far from exact, and what moments of 8 bits do to training: docs/numerics.md.
 
-    What `state` and `param_groups` show is what an update uses, whoever wrote it, and however: `opt.state[p]["step"]`,
-    moments, their views, other tensors or dicts in their place, `opt.state.clear()`.
+    Updates use what `state` and `param_groups` show. You may write `opt.state[p]["step"]` and moments, through views
+    too, put other tensors or dicts in their place, or call `opt.state.clear()`.
 
-    Parameters that are not streamed are updated too: 16-bit ones as streamed ones are, with an fp32 master and moments
-    in fp32, others by torch's own functions. Where there are such, or parameters of several streamed models, step()
-    waits for the gradients and clips them in place.
+    Parameters that are not streamed are updated too. 16-bit ones get an fp32 master and fp32 moments, as streamed ones;
+    torch's own functions update the others. With such parameters, or those of several streamed models, step() waits for
+    the gradients and clips them in place.
 
     Args:
         params: as in torch: parameters, (name, parameter) pairs, or groups.
@@ -115,13 +115,13 @@ class AdamW(torch.optim.Optimizer):
         in_backward: update each unit as soon as backward has its gradient, without waiting for
             step(). A promise that every backward() is followed by step() and that nobody changes
             gradients or `param_groups` in between; needs max_grad_norm=None.
-        nonfinite: a step whose gradients are not finite changes nothing (with in_backward: no unit whose
-            own are not); "skip" counts it (`skipped_steps`), "raise" also raises at the next step().
+        nonfinite: a step with gradients that are not finite changes nothing; with in_backward, no unit that has such.
+            "skip" counts the step (`skipped_steps`), "raise" also raises at the next step().
 
     Raises:
-        MegatrainError: an argument outside its range, or an option of torch's AdamW that is not
-            supported here (amsgrad, differentiable, capturable); or there is no memory for gradients and
-            states, which then are not allocated.
+        MegatrainError: an argument is outside its range. An option of torch's AdamW is not supported here
+            (amsgrad, differentiable, capturable). Or there is no memory for gradients and states; then none is
+            allocated.
 
     Source: Loshchilov & Hutter 2019, Algorithm 2.
     """
@@ -546,11 +546,11 @@ class AdamW(torch.optim.Optimizer):
     # ---- saving and loading ----
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch; with `master` (fp32 values) beside the states of 16-bit parameters, and `key`, what rounding is
-        drawn from, where that is not the parameter's place in the groups. Waits for updates.
+        """As in torch, with `master` (fp32 values) for 16-bit parameters. `key` seeds a parameter's rounding; it is
+        there if it is not the parameter's place in the groups. Waits for updates.
 
-        Moments of 8 bits are in it as they are, so that training goes on with the same bits: `exp_avg_codes` and
-        `exp_avg_sq_codes` [shape], and `scales` [groups,2], instead of `exp_avg` and `exp_avg_sq`. `moments(p)` has
+        Moments of 8 bits stay as they are, so that training goes on with the same bits. `exp_avg_codes` and
+        `exp_avg_sq_codes` [shape], and `scales` [groups,2], stand for `exp_avg` and `exp_avg_sq`. `moments(p)` has
         them in fp32.
 
         Raises:

@@ -62,16 +62,16 @@ class Machine:
         vram_bytes: memory of the device. vram_overhead_bytes: of it, what the driver and libraries take.
         host_bytes: memory this process may use (cgroup limits counted in). host_overhead_bytes: of it, what
             Python, torch and the driver take.
-        gemm: (tokens, width, TFLOP/s): products [tokens, a] x [a, b] with sqrt(a*b) = width, forward and
-            both backward ones together; a full grid, widths and tokens ascending.
+        gemm: (tokens, width, TFLOP/s) of products [tokens, a] x [a, b] with sqrt(a*b) = width. Forward and both
+            backward products are counted together. A full grid, widths and tokens ascending.
         attention: (sequence, forward, backward TFLOP/s) of causal attention; a causal triangle's
             operations are counted, not a square's.
         hbm_gbps: read plus written by elementwise kernels.
         h2d_gbps, d2h_gbps: copies alone; both_gbps: each way while both run; busy_gbps: each way while
             AdamW runs on the host. beside_gparams: 10**9 parameters/s of AdamW meanwhile; 0: by TAKEN.
         adam_gparams: (threads, 10**9 parameters/s) of AdamW on the host, bf16 weights and fp32 states.
-        adam8_gparams: (states, 10**9 parameters/s) with moments of 8 bits, as many threads as adam_gparams ends with;
-            what is missing is taken to be in proportion to the bytes that move, see adam_rate.
+        adam8_gparams: (states, 10**9 parameters/s) with moments of 8 bits, on the most threads of adam_gparams. Missing
+            rates are taken to be in proportion to the bytes that move: see adam_rate.
         add_gparams: 10**9 gradients/s added up on the host for micro-batches.
         device_adam_gparams: AdamW on the device.
         fp8_gain: products of codes of 8 bits are so many times as fast as gemm says, casts not counted; 0: it has none.
@@ -82,13 +82,13 @@ class Machine:
             0: SHARED_ADAM of adam_gparams.
         whole_gbps: host to device, of each GPU while all of a machine fetch at once; 0: as alone, as far as the host's
             memory reaches. host_gbps: read plus written by all GPUs' copies and AdamW together; 0: see host_rate.
-        exchange_gbps: what leaves each GPU for the others of its machine, all to all; 0: they have no links to each
-            other, and take those to the host. lost_gbps: that exchange holds up what is computed beside it by the
-            seconds in which what leaves would leave at this rate.
+        exchange_gbps: what leaves each GPU for the others of its machine, all to all. 0: they have no links to each
+            other, and use those to the host. lost_gbps: an exchange delays the compute beside it by the seconds that
+            its bytes take at this rate.
         network_gbps: what leaves a machine for others; benchmarks/bench_between.py measures it.
         communicator_bytes: of the device, what NCCL's communicators take of each of several processes.
-        one_memory: the device has none of its own: vram_bytes and host_bytes are parts of one, which a plan takes as
-            they are; "gb10,vram=90GiB,host=28GiB" parts it otherwise.
+        one_memory: device and host share one memory. vram_bytes and host_bytes are parts of it, which a plan takes as
+            they are; "gb10,vram=90GiB,host=28GiB" divides it in another way.
         origins: (field, "measured", "published" or "assumed") of the rates that `origin` could not tell from source.
         versions: of torch, CUDA and this package, where measured.
     """
@@ -148,8 +148,7 @@ class Machine:
         return found * rate / points[-1][1] * 1e9
 
     def held_s(self, gpus: int = 1) -> float:
-        """Seconds by which AdamW on the host is held up by a byte that is copied beside it, while each of so many GPUs
-        copies as much."""
+        """Seconds by which one copied byte delays AdamW on the host, while each of so many GPUs copies as much."""
         alone, copied = self.adam_gparams[-1][1], 2 * self.busy_gbps
         beside = self._beside() if gpus == 1 else (self.host_gbps - gpus * copied) / moved_bytes("fp32")
         return (1 - min(max(beside, 0.0), alone) / alone) / (copied * 1e9)

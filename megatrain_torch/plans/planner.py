@@ -65,8 +65,8 @@ class Plan(Shown):
             names that mt.last_step has.
         disk: bytes in files by what they hold; what is trained is read and written once in a step, activations once in
             a micro-batch. nvme: where it may be, and disk_room: bytes it may have; None and 0 without.
-        grads: "ram", or "none": gradients are kept nowhere. lent: buffers of a size that they pass through then, 3, or
-            fewer where nothing fits otherwise: then a backward waits for the updates of the last units.
+        grads: "ram", or "none": gradients are kept nowhere. lent: buffers of a size that they pass through then: 3, or
+            fewer if nothing fits otherwise. With fewer, a backward waits for the updates of the last units.
         states: how mt.AdamW keeps its states.
         products: of layers, "bf16" or "fp8".
         experts: of a mixture's layer, fetched at a time; 0: all of them.
@@ -197,8 +197,8 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         vram, host: limits in bytes or as "24GiB", everything counted: driver, Python and torch too. They lower
             what the machine has, but say what the host of a card by name has; by default 2 % of it stay free.
         micro: micro-batches of a step; None: as many as are best.
-        homes: "ram", "vram", "arrive", "through" or, with nvme, "disk" or "disk+weights" for all units; or of each by
-            name, as a plan says it: what is best with units there. activations: "replay", "attention", "linked" (of
+        homes: "ram", "vram", "arrive", "through" or, with nvme, "disk" or "disk+weights" for all units. Or a dict by
+            name of unit, as in a plan. The rest is chosen for these. activations: "replay", "attention", "linked" (of
             every second layer; of the others "attention"), "selective", "saved" or "attention+split", for all windows
             that have it. With "+host" what is kept waits in host memory, with "+disk" and nvme in a file.
             slots: ring size. None: what is best.
@@ -215,9 +215,9 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         use_cache: False where the loop's forwards fill no key-value cache; else it counts as the model's config says.
 
     Raises:
-        MegatrainError: an argument makes no sense; or nothing that may be chosen fits. Then the message has the
-            table of what needs least and the fastest changes with which it fits; of the exception, `changes` has the
-            arguments that would do, each alone, and `ways` those that would together, the fastest first.
+        MegatrainError: an argument makes no sense, or no plan fits. Then the message has the table of the plan that
+            needs least, and the fastest changes that make it fit. Each of the exception's `changes` is an argument that
+            alone makes it fit. Its `ways` are sets of arguments that do so together, the fastest first.
     """
     disk, fleet = Disk.parse(nvme, somewhere=True), Fleet(gpus, machines)
     _check_words(tokens, seq, micro, slots, gpus, machines, disk is None, compute=compute, homes=homes,

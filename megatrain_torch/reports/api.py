@@ -50,11 +50,11 @@ def last_step(model: nn.Module) -> StepReport:
 def explain(model: nn.Module) -> str:
     """A table of windows: their units, bytes, what is done about activations, and whose code runs them.
 
-    "template" is a layer's explicit forward and backward (compute="fused"), with products="fp8" also which of its
-    products are not in fp8; else the module's own code runs, with the reason where a template was wanted.
-    The head is "fused with the loss", or its own code runs. Below, how AdamW's states are kept, where not in fp32; and
-    what was planned for, where mt.stream plans itself; and which of several processes this is, and
-    how weights come to it.
+    "template": an explicit forward and backward of ours runs the layer (compute="fused"). With products="fp8" the row
+    names products that are not in fp8. "its own": the module's own code runs, with the reason if a template was wanted.
+    The head is "fused with the loss", or its own code runs. Lines below the table say how AdamW's states are kept, if
+    not in fp32, and for which batch mt.stream has planned. With several processes they say which one this is, and how
+    weights come to it.
 
     Raises:
         MegatrainError: the model is not streamed.

@@ -216,9 +216,9 @@ class Trace:
         return [s for lane in self._lanes().values() for s in lane]
 
     def progress(self) -> Progress:
-        """How far compute is in the pass under way, by the device's own clock, for steps that take minutes: windows
-        that are behind it, `forward` and `backward` of `windows`; as text "backward 7/31". Any thread may ask, such as
-        a progress bar's."""
+        """How far the device is in the pass under way, for steps that take minutes. `forward` and `backward` count the
+        windows that are over, of `windows` in all; as text "backward 7/31". Any thread may ask, such as a progress
+        bar's."""
         self._collect()
         with self._lock:
             begun, over = max(self._marks.values(), default=0), {"forward": set[str](), "backward": set[str]()}
