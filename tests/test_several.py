@@ -187,7 +187,8 @@ def test_states_that_arrive_come_during_backward(pool: Pool) -> None:
 
 
 MACHINES = {                                               # in CI: so many, of how many ranks
-    "left_out_bf16": (2, 2), "arrive": (2, 4)}
+    "left_out_bf16": (2, 2), "arrive": (2, 4),
+    "micro": (2, 2), "fp16_delays": (4, 4)}                # from slot to slot
 ANYWHERE = {**{name: (SIZES.get(name, 2), job) for name, job in SITUATIONS.items()}, **AT_HOME}
 
 

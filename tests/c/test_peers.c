@@ -9,6 +9,7 @@
 #include "../../csrc/core/clock.h"
 #include "../../csrc/core/portion.h"
 #include "../../csrc/core/relay.h"
+#include "../../csrc/core/store_impl.h"
 #include "../../csrc/core/resident.h"
 #include "../../csrc/core/through.h"
 #include "../../csrc/ops/sumsq.h"
@@ -1134,6 +1135,10 @@ static void carry(const runner *from, const runner *to, const mt_parcel *p, cons
         if (!is)
             usleep(100);
     }
+    /* Its own update is over: so is what computed on the weights that are overwritten. */
+    if (p->kind == MT_PARCEL_SLOT)
+        CHECK(mt_board_said(&mt__unit_at(to->cx.store, p->unit)->board, MT_COUNT_STEPPED,
+                            to->rank) >= p->n);
     if (place != NULL)
         send(place, mem, (size_t)p->bytes);
     CHECK_OK(mt_relay_come(to->cx.store, from->rank, p));
