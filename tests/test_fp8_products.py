@@ -460,7 +460,7 @@ def test_checkpoints_tell_of_another_choice(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------- training
 
-TEXT = Path(__file__).parents[1] / "docs" / "design.md"
+TEXT = Path(__file__).parents[1] / "examples/data/tinyshakespeare.txt"
 
 
 def trained(products: str, seed: int, steps: int, change: Callable[[nn.Module], None] = lambda _: None) -> list[float]:
