@@ -308,7 +308,16 @@ class DeferredLogits(Tensor):
             out = follow(args[0], func, args[1:], kwargs)
             if out is not None:
                 return out
-        return _on_values(func, args, kwargs)
+        # On the real tensors, below autograd, which records it for the deferred ones.
+        deferred = [a for a in tree_leaves((args, kwargs)) if isinstance(a, cls)]
+        reader = str(func.overloadpacket)
+        if func._schema.is_mutable:          # values of all that was derived, before one of them is written in place
+            for born in [ref() for d in deferred for ref in d._logits.born]:
+                if born is not None:
+                    born.values(reader)
+        args, kwargs = tree_map(lambda a: a.values(reader) if isinstance(a, cls) else a, (args, kwargs))
+        out = func(*args, **kwargs)
+        return next((d for d in deferred if out is d._values), out)
 
     def values(self, reader: str) -> Tensor:
         """The real tensor, without history. reader: for whom, in words."""
@@ -361,19 +370,6 @@ class DeferredLogits(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         out = memo[id(self)] = self.kept("deepcopy()").clone()
         return out
-
-
-def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """The operation on the real tensors. Runs below autograd, which records it for the deferred ones."""
-    deferred = [a for a in tree_leaves((args, kwargs)) if isinstance(a, DeferredLogits)]
-    reader = str(func.overloadpacket)
-    if func._schema.is_mutable:              # values of all that was derived, before one of them is written in place
-        for born in [ref() for d in deferred for ref in d._logits.born]:
-            if born is not None:
-                born.values(reader)
-    args, kwargs = tree_map(lambda a: a.values(reader) if isinstance(a, DeferredLogits) else a, (args, kwargs))
-    out = func(*args, **kwargs)
-    return next((d for d in deferred if out is d._values), out)
 
 
 # ---- operations that are followed ----

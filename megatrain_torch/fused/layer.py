@@ -12,6 +12,7 @@ graph; a backward through them raises.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterable
 from operator import eq
@@ -136,7 +137,7 @@ class Fused(Runner):
         idle: that was since nothing of the call needs a gradient: its own code keeps nothing of it either.
         own: why the module's own code runs it, by the last look; "": a template does.
         coded: the template's products are of codes of 8 bits, where it has any and their sizes allow it.
-        loops: modules below that loop over experts.
+        loops: modules below that loop over experts. coded_linears: a package's that multiply with codes, by name.
     """
 
     def __init__(self, window: Window, module: nn.Module) -> None:
@@ -170,7 +171,7 @@ class Fused(Runner):
         self.dtype = dtype_of(module, self.codings) or window.records[0].dtype
         self.parameters = names_of(window.inner)
         self.template = template(module, window.runtime.device.type)
-        self._coded_linears = {n: m for n, m in module.named_modules() if format_of(dict.get(m._parameters, "weight"))}
+        self.coded_linears = {n: m for n, m in module.named_modules() if format_of(dict.get(m._parameters, "weight"))}
         mixture = [self.template.mlp.experts.gu] if self.template.routes else []
         self.loops = [module.get_submodule(n.rpartition(".")[0]) for n in mixture]
         self.split()
@@ -187,16 +188,14 @@ class Fused(Runner):
     def exact(self, names: tuple[str, ...]) -> Weights:
         """The weights by names of the window's records, as a template calls them, and those that codes stand for; of
         experts that are fetched a few at a time so many at once."""
-        window = self._window()
+        window, own = self._window(), {}
         ring = window.runtime.ring
-        if not ring.stacks:
-            return self._entire(window, names)
-        by_record = dict(zip(window.records, names))
-        own = {by_record[s.records[0]].partition(STRAND)[0]: s for s in window.stacks
-               if s.pieces[0].cut is not None or s.whole is not None}
-        if not own:
-            return self._entire(window, names)
-        return Pieces(lambda: self._entire(window, names), own, lambda piece: piece.made(ring))
+        if ring.stacks:
+            by_record = dict(zip(window.records, names))
+            own = {by_record[s.records[0]].partition(STRAND)[0]: s for s in window.stacks
+                   if s.pieces[0].cut is not None or s.whole is not None}
+        rest = functools.partial(self._entire, window, names)
+        return Pieces(rest, own, lambda piece: piece.made(ring)) if own else rest()
 
     def _entire(self, window: Window, names: tuple[str, ...]) -> Weights:
         w = window.runtime.ring.weights(window.units[0], names) if window.alone else \
@@ -256,9 +255,21 @@ class Fused(Runner):
         mode = mode_of(keeps.mode_of(window))
         if mode.keep == LINKED:
             mode, link = self._linked(x, mode)
-        if link is not None or (mode.host and self.template.swaps):
-            return self._kept_elsewhere(template, x, call, mode, link)
-        return Layer.apply(self, template, call, mode, None, x, *window.params)
+        if link is None and not (mode.host and self.template.swaps):
+            return Layer.apply(self, template, call, mode, None, x, *window.params)
+        # x too is saved by way of the bundle, whose life then is that of the graph, or not at all.
+        bundle = Bundle(window.runtime.swap, window, mode.disk) if mode.host else None
+
+        def pack(t: Tensor) -> Any:
+            if link is not None:
+                return link
+            return keep(t) if bundle is None or bundle.input < 0 else Part(bundle, bundle.input)
+
+        _push(pack, restored)
+        try:
+            return Layer.apply(self, template, call, mode, bundle, x, *window.params)
+        finally:
+            _pop()
 
     def _tried(self, reading: Reading, x: Tensor, named: dict[str, Any]) -> Template:
         """The template of a call so read, tried on numbers once for all windows of a model for which the reading holds;
@@ -288,7 +299,7 @@ class Fused(Runner):
 
         def key() -> tuple[Any, ...]:
             """What guards do not look at: weights, packages' products with codes, loops over experts."""
-            for name, m in self._coded_linears.items():
+            for name, m in self.coded_linears.items():
                 if why := multiplies(m, self.dtype):
                     raise Unfit(f"{name}: {why}")
             return getattr(inner, "__func__", type(inner)), self._known, tuple(map(known_loop, self.loops))
@@ -322,7 +333,7 @@ class Fused(Runner):
             except Refused as reason:
                 return (), str(reason), {}
 
-        forwards = plain_linears(module, weights, self.dtype)
+        forwards = plain_linears(self, weights)
         for m in self.loops:
             e = template.mlp.experts
             forwards.append((m, opaque_loop(m, 2 * e.inter, [weights[n] for n in sorted(e.names)])))
@@ -344,24 +355,6 @@ class Fused(Runner):
                 t = torch.empty((), dtype=dtype, device=window.runtime.device).expand(tuple(shape))
             made[name] = stand_in(t, record)
         return made
-
-    # ---- where the input is kept ----
-
-    def _kept_elsewhere(self, template: Template, x: Tensor, call: Any, mode: Mode, link: Link | None) -> Tensor:
-        """x too is saved by way of the bundle, whose life then is that of the graph, or not at all."""
-        window = self.window
-        bundle = Bundle(window.runtime.swap, window, mode.disk) if mode.host else None
-
-        def pack(t: Tensor) -> Any:
-            if link is not None:
-                return link
-            return keep(t) if bundle is None or bundle.input < 0 else Part(bundle, bundle.input)
-
-        _push(pack, restored)
-        try:
-            return Layer.apply(self, template, call, mode, bundle, x, *window.params)
-        finally:
-            _pop()
 
     def _linked(self, x: Tensor, mode: Mode) -> tuple[Mode, Link | None]:
         """The mode that a linked window so given its input can have, and what stands for that.

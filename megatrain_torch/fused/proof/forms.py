@@ -117,29 +117,21 @@ ROTARIES: list[tuple[Rotary, Callable[[Tensor, Tensor, Tensor], Tensor]]] = [
 
 # ---- attention: q [B, hq, S, D], k, v [B, hk, S, D], mask [B, 1, S, S] -> [B, hq, S, D] --------------
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, is_causal=causal, enable_gqa=True)
-
-
-def _logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    return torch.matmul(q, repeated(k, q.shape[1] // k.shape[1]).transpose(2, 3)) * scale
-
-
-def spelled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:
-    """Products and softmax; logits capped where cap > 0."""
-    w = _logits(q, k, scale)
+def _logits(q: Tensor, k: Tensor, mask: Tensor | None, scale: float, cap: float = 0.0) -> Tensor:
+    """Capped where cap > 0."""
+    w = torch.matmul(q, repeated(k, q.shape[1] // k.shape[1]).transpose(2, 3)) * scale
     if cap:
         w = torch.tanh(w / cap) * cap
-    if mask is not None:
-        w = w + mask
-    w = F.softmax(w, dim=-1, dtype=torch.float32).to(q.dtype)
+    return w if mask is None else w + mask
+
+
+def spelled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float = 0.0) -> Tensor:
+    w = F.softmax(_logits(q, k, mask, scale, cap), dim=-1, dtype=torch.float32).to(q.dtype)
     return torch.matmul(w, repeated(v, q.shape[1] // v.shape[1]))
 
 
 def with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor) -> Tensor:
-    w = _logits(q, k, scale)
-    if mask is not None:
-        w = w + mask
+    w = _logits(q, k, mask, scale)
     w = torch.cat((w, sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)), -1)
     w = w - w.max(dim=-1, keepdim=True).values
     w = F.softmax(w, dim=-1, dtype=w.dtype)[..., :-1].to(v.dtype)
@@ -148,25 +140,14 @@ def with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: floa
 
 def with_sinks_behind(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor) -> Tensor:
     """The same by the share of a row that its sink leaves: sigmoid(lse - sink)."""
-    w = _logits(q, k, scale)
-    if mask is not None:
-        w = w + mask
-    share = (torch.logsumexp(w, dim=-1) - sinks.view(1, -1, 1)).to(torch.float32).sigmoid()
-    w = F.softmax(w, dim=-1, dtype=torch.float32).to(q.dtype)
-    out = torch.matmul(w, repeated(v, q.shape[1] // v.shape[1]))
+    share = (torch.logsumexp(_logits(q, k, mask, scale), dim=-1) - sinks.view(1, -1, 1)).to(torch.float32).sigmoid()
+    out = spelled(q, k, v, mask, scale)
     return out * share.unsqueeze(-1).to(out.dtype)
 
 
 SINKS = with_sinks, with_sinks_behind
 
-# ---- routers: (b [T, H], weight [E, H], bias [E] or None) -> [T, E]; (choice [T, E], ...) -> as choice --
-
-def router_logits(b: Tensor, weight: Tensor, bias: Tensor | None, wide: bool) -> Tensor:
-    """wide: in fp32, which fp32 weights of a router make of a 16-bit layer's input too, as some families have them."""
-    if wide:
-        b, weight, bias = b.float(), weight.float(), None if bias is None else bias.float()
-    return F.linear(b, weight, bias)
-
+# ---- routers: (choice [T, E], ...) -> as choice --------------------------------------------------------
 
 def of_groups(choice: Tensor, experts: int, groups: int, best: int) -> Tensor:
     """A mask that hides experts of all but the best groups: nothing, where there is one group."""

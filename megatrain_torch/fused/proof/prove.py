@@ -203,10 +203,11 @@ class Proof(torch.fx.Interpreter):
         a, mask = self.a, self.mask
         q, k, v = (self._latent_heads if a.latent else self._own_heads)(x)
         if a.kind == "sdpa":
-            out = forms.sdpa(q, k, v, mask, a.scale, a.causal and mask is None)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=a.scale, enable_gqa=True,
+                                                 is_causal=a.causal and mask is None)
         elif a.sinks:
             out = self.choose("attention with sinks", forms.SINKS,
-                                      lambda form: form(q, k, v, mask, a.scale, self.w[a.sinks]))[1]
+                              lambda form: form(q, k, v, mask, a.scale, self.w[a.sinks]))[1]
         else:
             out = forms.spelled(q, k, v, mask, a.scale, a.cap)
         return out.transpose(1, 2).reshape(*x.shape[:-1], a.o.inputs)
@@ -229,7 +230,7 @@ class Proof(torch.fx.Interpreter):
             return heads
         kinds = [one for one in forms.ROTARIES if one[0].parted == a.parted]
         (a.rotary, form), first = self.choose("its rotary embedding", kinds,
-                                                  lambda one: one[1](heads[0], self.cos, self.sin))
+                                              lambda one: one[1](heads[0], self.cos, self.sin))
         return first, *(form(t, self.cos, self.sin) for t in heads[1:])
 
     def _latent_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -289,8 +290,9 @@ class Proof(torch.fx.Interpreter):
         """weights, chosen [T, k]. Step by step, what is more first: what is normalised, scaled or rounded is there
         before it is, too."""
         r, choose = self.mlp.router, partial(self.choose, "its router")
-        weight, bias = self.w[r.weight], self.w[r.bias] if r.bias else None
-        wide, logits = choose((True, False), lambda wide: forms.router_logits(b, weight, bias, wide))
+        read = [b, self.w[r.weight], *([self.w[r.bias]] if r.bias else [])]
+        # In fp32, which a router's fp32 weights make of a 16-bit layer's input too, as some families have them.
+        wide, logits = choose((True, False), lambda wide: F.linear(*(t.float() if wide else t for t in read)))
         (kind, _), found = choose((
             ("sigmoid", lambda: logits.float().sigmoid()),
             ("softmax", lambda: F.softmax(logits.float(), dim=-1)),
@@ -299,8 +301,13 @@ class Proof(torch.fx.Interpreter):
             ("of the largest", lambda: torch.topk(logits.float(), r.top_k, dim=-1))), lambda one: one[1]())
         if kind == "softmax":
             w, chosen = torch.topk(found, r.top_k, dim=-1)
-        elif kind == "sigmoid":
-            w, chosen = self._scored(found)
+        elif kind == "sigmoid":              # a single group may be masked, or not
+            scores = found if self.correction is None else found + self.correction
+            _, chosen = self.choose(
+                "its router's choice", (True, False) if r.groups == 1 else (True,), lambda masked: torch.topk(
+                    forms.of_groups(scores, r.experts, r.groups, r.best) if masked else scores, r.top_k, dim=-1,
+                    sorted=False)[1])
+            w = found.gather(1, chosen)
         else:
             top, chosen = found
             w = choose((torch.float, top.dtype), lambda dtype: F.softmax(top, dim=-1, dtype=dtype))[1]
@@ -313,16 +320,6 @@ class Proof(torch.fx.Interpreter):
         r.facts = Facts(kind == "sigmoid", normalised, wide, rounds, factor, least or 0.0)
         return w, chosen
 
-    def _scored(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the largest scores, corrected, in the best groups of experts. A single group may be masked, or not."""
-        r = self.mlp.router
-        choice = scores if self.correction is None else scores + self.correction
-        _, chosen = self.choose(
-            "its router's choice", (True, False) if r.groups == 1 else (True,), lambda masked: torch.topk(
-                forms.of_groups(choice, r.experts, r.groups, r.best) if masked else choice, r.top_k, dim=-1,
-                sorted=False)[1])
-        return scores.gather(1, chosen), chosen
-
     def _experts(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """All experts' products are functions without an inside, of the layer's type: known_loop says what they are.
         The gate between is as any part."""
@@ -333,7 +330,6 @@ class Proof(torch.fx.Interpreter):
         ((e.act, _), e.interleaved), gated = self.choose(
             "the gate of its experts", itertools.product(gates, (False, True)), lambda one: one[0][1](z, one[1]))
         return experts_down(self.values, gated, hidden, chosen, weights, own)
-
 
 
 def _sizes(graph: Graph) -> dict[Any, Any]:

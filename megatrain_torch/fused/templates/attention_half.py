@@ -63,7 +63,10 @@ class Rotary(NamedTuple):
 
 
 class AttentionHalf(Half):
-    """
+    """What makes q, k and v has two functions more: `_made` gives q [B, S, hq, D], k [B, S, hk, D] and v [B, S, hk, V]
+    as attention takes them, from k.qkv as the first product gave it, and fills the call's cache; `backward` gives dx
+    [T, H] from dh [T, H], which it may write into, and uses up what was kept.
+
     Attributes:
         first: the product with a. o: the one that attention's output goes into.
         hq, hk, head: heads of queries and of keys, and their size. values: of a value's head.
@@ -71,7 +74,8 @@ class AttentionHalf(Half):
         rotary: how heads are turned; None: they are not. parted: they are, in the way that Rotary has of it, which a
             cache has to be given so. latent: it is LatentAttention.
         walks: gradients of a single long row may be had some rows at a time.
-        cached: numbers of a token that a key-value cache gathers.
+        Numbers of a token. cached: that a key-value cache gathers. work: that backward has beside what "saved" keeps,
+            and its own of [T, H]. copied: that attention copies at a time where there are more tokens than the second.
     """
 
     sinks: str | None = None
@@ -164,18 +168,9 @@ class AttentionHalf(Half):
             k.out, k.extra = call.attention.forward(q, key, v, w[self.sinks] if self.sinks else None)
         return self.after(x, w, k)
 
-    def _made(self, k: Kept, shape: Any, w: Weights, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, S, hq, D], k [B, S, hk, D] and v [B, S, hk, V] as attention takes them, from k.qkv as the first product
-        gave it. Fills the call's cache."""
-        raise NotImplementedError
-
     def after(self, x: Tensor, w: Weights, k: Kept) -> Tensor:
         """h [T, H] from x [T, H] and attention's output, which is in k."""
         return self.added(x, self.o, k.out.reshape(len(x), -1), w, k)
-
-    def backward(self, dh: Tensor, x: Tensor, shape: Any, w: Weights, call: Call, k: Kept, grads: Grads) -> Tensor:
-        """dx [T, H] from dh [T, H], and may write into it. Uses up what was kept."""
-        raise NotImplementedError
 
     def _attention_grad(self, dh: Tensor, w: Weights, k: Kept, grads: Grads) -> Tensor:
         """Of attention's output, [B, S, hq, V]."""
@@ -202,7 +197,8 @@ class SelfAttention(AttentionHalf):
         self.hk = (sum(self.first.rows) // self.head - self.hq) // 2
         if (self.hq + 2 * self.hk) * self.head != sum(self.first.rows) or self.hk < 1 or self.hq % self.hk:
             raise Unfit(f"its projections have {self.first.rows} rows, which are no q, k and v heads of {self.head}")
-        self.cached = 2 * self.hk * self.head
+        self.cached, self.work = 2 * self.hk * self.head, sum(self.first.rows)
+        self.copied = self.o.inputs + self.work, long_tokens(self.o.inputs, self.work)
         self.rotary = Rotary() if getattr(attn, "use_rope", True) else None
         self.cap = float(getattr(attn, "attn_logit_softcapping", None) or 0.0)
         self.sinks = "self_attn.sinks" if dict.get(attn._parameters, "sinks") is not None else None
@@ -303,15 +299,6 @@ class SelfAttention(AttentionHalf):
             rms += self.hk if self.k_norm.size == self.head else 1
         return columns * item + 4 * (self.hq + rms)
 
-    def work_columns(self) -> int:
-        """Numbers of a token that backward has beside what "saved" keeps, and its own of [T, H]."""
-        return sum(self.first.rows)
-
-    def copied(self, item: int) -> tuple[int, int]:
-        """Bytes of a token that attention copies at a time where there are more than so many, and how many."""
-        q, qkv = self.o.inputs, sum(self.first.rows)
-        return (q + qkv) * item, long_tokens(q, qkv)
-
 
 # ---- latent attention ------------------------------------------------------------------------------
 
@@ -354,6 +341,9 @@ class LatentAttention(AttentionHalf):
         if sizes != (self.hq * self.head, self.cached, self.hq * (self.plain + self.values), self.hq * self.values) or \
                 (self.q_up and self.q_up.inputs != self.wide):
             raise Unfit(f"its latent attention has projections of {sizes} numbers, which are no heads of {self.head}")
+        # Keys, their gradient and those of q, v and kv, of out, and of what the first product gave.
+        self.work = self.hq * (3 * self.head + 3 * self.values + self.plain) + sum(self.first.rows)
+        self.copied = 2 * queries + 2 * self.o.inputs, long_tokens(queries, max(queries, sum(self.kv_up.rows)))
         self.rotary, self.parted = Rotary(), bool(getattr(self.config, "rope_interleave", False))
         self.linears = (self.first, *([self.q_up] if self.q_up else []), self.kv_up, self.o)
         self.names = {name for one in self.linears for name in one.names}
@@ -436,11 +426,3 @@ class LatentAttention(AttentionHalf):
         if keep == "saved":
             columns += self.hq * (self.head * bool(self.q_up) + self.plain + self.values)
         return columns * item + 4 * (self.hq + len(self.norms))
-
-    def work_columns(self) -> int:
-        """Keys, their gradient and those of q, v and kv, of out, and of what the first product gave."""
-        return self.hq * (3 * self.head + 3 * self.values + self.plain) + sum(self.first.rows)
-
-    def copied(self, item: int) -> tuple[int, int]:
-        q, v = self.hq * self.head, self.o.inputs
-        return (2 * q + 2 * v) * item, long_tokens(q, max(q, self.hq * (self.plain + self.values)))

@@ -368,6 +368,7 @@ class SparseMLP(Half):
         self.shared = next((Shared(layer, n, f"{name}.shared_expert_gate") for n in shared if has(layer, n)), None)
         self.linears = self.shared.linears if self.shared else ()
         self.names = self.router.names | self.experts.names | {n for one in self.linears for n in one.names}
+        self.work = self.router.top_k * (2 * self.experts.inter + 2 * self.hidden)
         self.open = [(self.router, "facts"), (self.experts, "act"), (self.experts, "interleaved"),
                      *([(self.shared, "act")] if self.shared else [])]
 
@@ -420,12 +421,3 @@ class SparseMLP(Half):
         columns += 2 * self.experts.inter * self.router.top_k + shared if keep == "saved" else 0
         routed = self.experts.count * (4 if self.router.facts.wide else item) + 8 * self.router.top_k
         return columns * item + routed + 4 * len(self.norms)
-
-    def work_columns(self) -> int:
-        """Numbers of a token that backward has beside what "saved" keeps."""
-        return self.router.top_k * (2 * self.experts.inter + 2 * self.hidden)
-
-    @staticmethod
-    def tiled(item: int) -> tuple[int, int, int]:
-        """Nothing is: as GatedMLP's."""
-        return 0, 0, 0

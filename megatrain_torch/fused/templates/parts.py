@@ -23,6 +23,32 @@ class Unfit(Exception):
     """A module, or a call of it, that a template does not cover; the text says why."""
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """What a template keeps and needs, in bytes per token, where nothing else is said. Plans reckon with it."""
+
+    input: int
+    kept: tuple[tuple[str, int], ...]           # by mode, beside the input
+    work: int                                   # that backward needs at most beside the input
+    # Of that, where gate|up is not kept: what only so many rows have at a time, those rows, and bytes of the weight
+    # gradients' sums where there are more.
+    tiled: tuple[int, int, int] = (0, 0, 0)
+    copied: tuple[int, int] = (0, 0)            # besides, where there are more tokens than the second
+    # What a single row of so many tokens, the third, spares backward where gate|up is not kept, and bytes besides.
+    long: tuple[int, int, int] = (0, 0, NEVER)
+    expanded: tuple[int, int] = (0, 0)          # bytes of weights made of codes: of most there are at once, and of all
+    # Of a mixture how many there are; and where they are fetched in parts: bytes of weights made of their codes, and
+    # bytes per token, that as many have at once.
+    experts: tuple[int, int, int] = (0, 0, 0)
+    parts: int = 1                              # how often others of them come
+    cached: int = 0                             # keys and values, where the configuration has a forward gather them
+
+    def spared(self, tokens: int) -> int:
+        """Bytes that tiles spare so many tokens."""
+        each, rows, sums = self.tiled
+        return max(0, (tokens - rows) * each - sums) if tokens > rows else 0
+
+
 class Template:
     """What runs all modules of one structure, forward and backward, without autograd and with weights passed in. What
     is said here is that of a single module, whose Decoder says what the functions are.
@@ -33,22 +59,14 @@ class Template:
         rounds: it is nothing for a GPU, where the package of its codes rounds activations to codes too.
         coded: its products, one at least, may be of 8-bit codes (weights.Coded).
         routes: it has a mixture of experts.
-        cached: numbers of a token that a key-value cache gathers in a forward, where the configuration has it.
         open: (part, attribute): what a proof finds beside the structure; it differs from case to case.
         config: of the model; a template in other settings has the same.
     """
 
-    differentiable_input, swaps, links, rounds, coded, routes, cached = True, False, False, False, False, False, 0
+    differentiable_input, swaps, links, rounds, coded, routes = True, False, False, False, False, False
     open: list[tuple[Any, str]] = []
     config: Any = None
     check: Any = staticmethod(lambda: None)
-    expanded: Any = staticmethod(lambda item: (0, 0))
-    copied: Any = staticmethod(lambda item: (0, 0))
-    tiled: Any = staticmethod(lambda item: (0, 0, 0))
-    experts: Any = staticmethod(lambda item: (0, 0, 0))
-    long: Any = staticmethod(lambda item: (0, 0, NEVER))
-    kept_bytes: Any = staticmethod(lambda keep, tokens, item: 0)
-    work_bytes: Any = staticmethod(lambda tokens, item: 0)
 
     @property
     def settings(self) -> tuple[Any, ...]:
@@ -126,24 +144,15 @@ def roles_of(kwargs: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-class _Cut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, t: Tensor, cut: Tensor) -> Tensor:
-        return t.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        raise MegatrainError("a gradient through the key-value cache of a fused layer: use compute='eager'")
-
-
 def cut(t: Tensor) -> Tensor:
-    """The same values for a cache, with a history that refuses to be gone through, and holds nothing."""
-    return _Cut.apply(t.detach(), t.new_empty(0).requires_grad_())
+    """The same values for a cache. They have no history, and refuse a gradient."""
+    found = t.detach().requires_grad_()
+    found.register_hook(_refuse)
+    return found
 
 
-def unflattened(t: Tensor, shape: Any) -> Tensor:
-    """t [T, H] as [B, S, H], and no view: autograd lets nobody change a node's output in place if it is one."""
-    return torch.ops.aten._unsafe_view(t, shape)
+def _refuse(grad: Tensor) -> Any:
+    raise MegatrainError("a gradient through the key-value cache of a fused layer: use compute='eager'")
 
 
 # ---- a module's parts ------------------------------------------------------------------------------
@@ -211,7 +220,7 @@ class Norm:
         weight = w[self.weight]
         if weight.dtype != x.dtype:
             return _wide_norm(x, weight, self.eps, self.style)
-        if linears is not None and linears.alone:
+        if linears is not None:
             return w.normed(linears.weights, x, weight, self.eps, self.style)
         return ops.rms_norm(x, weight, self.eps, self.style)[::2]
 
@@ -291,9 +300,10 @@ class Linears:
     it, as autocast makes them; sums are in fp32, and so are gradients of adapters in fp32.
 
     Attributes:
-        weights, biases: their names. rows: of each. adapters: by the name of a weight. names: of all parameters.
-        beside: of each adapter its columns of t and dt [T, sum of ranks], its columns of y, and itself.
-        alone: only the products with the joint matrix read its input, and, where there are no biases that learn, the
+        weights, biases: their names. rows: of each; numel: of all. adapters: by the name of a weight. names: of all
+            parameters.
+        beside: of each adapter its columns of t and dt [T, sum of ranks], its columns of y, and itself. Where there is
+            none, only the products with the joint matrix read its input, and, where there are no biases that learn, the
             gradient of its output.
     """
 
@@ -305,6 +315,7 @@ class Linears:
                 raise Unfit(f"{name} is a {type(m).__name__}, not a plain nn.Linear")
         self.rows = tuple(m.out_features for m in modules)
         self.inputs = modules[0].in_features
+        self.numel = sum(self.rows) * self.inputs
         self.weights = tuple(f"{n}.weight" for n, _, _, _ in found)
         biased = [m.bias is not None for m in modules]
         if any(biased) and not all(biased):
@@ -323,7 +334,6 @@ class Linears:
                 rank += a.rank
             begin += rows
         self._downs, self._ranks = tuple(a.a for *_, a in self.beside), tuple(a.rank for *_, a in self.beside)
-        self.alone = not self.beside
 
     def forward(self, x: Tensor, w: Weights) -> Tensor:
         y = w.product(self.weights, x, self.biases)
@@ -337,7 +347,7 @@ class Linears:
         """base + factor * forward(x), added inside the product where that is all."""
         if self.biases or self.beside:
             return torch.add(base, self.forward(x, w), alpha=factor)
-        return w.product_onto(self.weights, base, x, factor)
+        return w.product(self.weights, x, (), base, factor)
 
     def input_grad(self, dy: Tensor, w: Weights) -> Tensor:
         dx = w.input_grad(self.weights, dy)
@@ -431,10 +441,6 @@ class Half:
     Attributes:
         factor: r. norms, linears: all there are. names: of all parameters, but for norms'.
     """
-
-    norms: list[Norm]
-    linears: tuple[Linears, ...]
-    names: set[str]
 
     def __init__(self, norm_in: Norm | None, norm_out: Norm | None, factor: float) -> None:
         self.norm_in, self.norm_out, self.factor = norm_in, norm_out, factor
