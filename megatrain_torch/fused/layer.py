@@ -97,14 +97,8 @@ def template_of(rt: Any, window: Window, module: nn.Module) -> Fused | None:
     return None
 
 
-def give_codes(windows: list[Window]) -> None:
-    """Products of codes to the layers of a model that are to have them."""
-    for window in inner([w for w in windows if w.fused is not None and w.fused.template.coded]):
-        window.fused.coded = True
-
-
 def codable(windows: Iterable[tuple[str, nn.Module]]) -> list[nn.Module]:
-    """Of windows before they stream, those that `give_codes` would choose."""
+    """Of windows before they stream, those whose products are to be of codes."""
     found = []
     for _, module in windows:
         with contextlib.suppress(Unfit):
@@ -322,7 +316,14 @@ class Fused(Runner):
         """The call read, its graph compared with the template. The reading's `found` is settings of the template, what
         is against it, and by which name each argument comes that has a role."""
         from .proof.prove import prove  # sympy comes with it, which only fused models wait for
-        module, weights, template = self.window.module, self._stand_ins(), self.template
+        window, template, weights = self.window, self.template, {}
+        module, slots = window.module, dict(zip(window.records, window.views(window.records)))
+        for name, record in self.records.items():        # where codes stand for a weight, one without memory of its own
+            like, t = self.codings.get(name), slots.get(record)
+            if like is not None or t is None:
+                shape, dtype = (record.shape, record.dtype) if like is None else (like.shape, like.dtype or self.dtype)
+                t = torch.empty((), dtype=dtype, device=window.runtime.device).expand(tuple(shape))
+            weights[name] = stand_in(t, record)
         x, named = arguments(self.parameters, scope["args"][scope["args"][:1] == (module,):], scope["kwargs"])
 
         def judge(graph: Graph | None, writes: str) -> tuple[tuple[Any, ...], str, dict[str, str]]:
@@ -343,18 +344,6 @@ class Fused(Runner):
                 return read(scope, list(module.modules()), judge, [forward for _, forward in forwards])
         finally:
             swap_window(outer)
-
-    def _stand_ins(self) -> dict[str, Tensor]:
-        """Parameters by name: the slots', and where codes stand for a weight one without memory of its own."""
-        window, made = self.window, {}
-        found = dict(zip(window.records, window.views(window.records)))
-        for name, record in self.records.items():
-            like, t = self.codings.get(name), found.get(record)
-            if like is not None or t is None:
-                shape, dtype = (record.shape, record.dtype) if like is None else (like.shape, like.dtype or self.dtype)
-                t = torch.empty((), dtype=dtype, device=window.runtime.device).expand(tuple(shape))
-            made[name] = stand_in(t, record)
-        return made
 
     def _linked(self, x: Tensor, mode: Mode) -> tuple[Mode, Link | None]:
         """The mode that a linked window so given its input can have, and what stands for that.

@@ -76,15 +76,10 @@ class Router:
         """b: [T, H]."""
         bias, kind = w[self.bias] if self.bias else None, self._type(b)
         logits = nn.functional.linear(b.to(kind), w[self.weight].to(kind), None if bias is None else bias.to(kind))
-        return Routed(logits, self.forced if self.forced is not None else self._choice(logits, correction))
-
-    def _type(self, b: Tensor) -> torch.dtype:
-        """That logits are computed in."""
-        return torch.promote_types(b.dtype, torch.float32) if self.facts.wide else b.dtype
-
-    def _choice(self, logits: Tensor, correction: Tensor | None) -> Tensor:
+        if self.forced is not None:
+            return Routed(logits, self.forced)
         if not self.facts.sigmoid:               # the largest, whatever buffer or groups the module has for others
-            return torch.topk(logits, self.top_k, -1).indices
+            return Routed(logits, torch.topk(logits, self.top_k, -1).indices)
         scores, grouped = logits, self.best < self.groups
         if correction is not None or grouped:
             scores = self._scores(logits) if correction is None else self._scores(logits) + correction
@@ -93,7 +88,11 @@ class Router:
             best = each.topk(2, dim=-1).values.sum(-1).topk(self.best, dim=-1).indices
             chosen = torch.zeros(each.shape[:2], dtype=torch.bool, device=each.device).scatter_(1, best, True)
             scores = each.masked_fill(~chosen.unsqueeze(-1), float("-inf")).flatten(1)
-        return torch.topk(scores, self.top_k, -1).indices
+        return Routed(logits, torch.topk(scores, self.top_k, -1).indices)
+
+    def _type(self, b: Tensor) -> torch.dtype:
+        """That logits are computed in."""
+        return torch.promote_types(b.dtype, torch.float32) if self.facts.wide else b.dtype
 
     def _scores(self, logits: Tensor) -> Tensor:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
