@@ -449,13 +449,10 @@ def _grouped_at_once(x: Tensor, other: Tensor, offsets: Tensor) -> bool:
     return (x.is_cuda and x.dtype == other.dtype == torch.bfloat16
             and torch.cuda.get_device_capability(x.device) in ((9, 0), (10, 0))
             and x.shape[0] > 0 and 0 < offsets.shape[0] <= 1024
-            and x.stride(-1) == 1 and all(map(_in_steps_of_16_bytes, (x, other))))
-
-
-def _in_steps_of_16_bytes(x: Tensor) -> bool:
-    """Of a bf16 matrix, or a stack of them: dense lines, each of which begins at a multiple of 16 bytes."""
-    inner, outer = sorted(x.stride()[-2:])
-    return inner == 1 and all(n % 8 == 0 for n in (outer, *x.stride()[:-2])) and x.data_ptr() % 16 == 0
+            and x.stride(-1) == 1
+            # Dense lines, each of which begins at a multiple of 16 bytes: 8 numbers.
+            and all(min(t.stride()[-2:]) == 1 and max(t.stride()[-2:]) % 8 == 0
+                    and not any(n % 8 for n in t.stride()[:-2]) and t.data_ptr() % 16 == 0 for t in (x, other)))
 
 
 def _groups(offsets: Tensor, rows: int) -> Iterable[tuple[int, int]]:

@@ -19,12 +19,11 @@ Letters: `T` tokens, `H` hidden, `V` vocabulary.
 """
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +37,7 @@ from ..graph import hf_calls
 from ..store.guard import HostTensor
 from ..store.records import Use
 from ..store.state import accumulators, graph_stays, in_backward, in_sight
-from .layer import Runner, casts
+from .layer import casts
 from .loss import linear_cross_entropy
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ def give_head(window: Window, module: nn.Module) -> None:
     window.head = None if window.unfit else Head(window)
 
 
-class Head(Runner):
+class Head:
     """What the window of a head knows of deferring.
 
     Attributes:
@@ -87,11 +86,15 @@ class Head(Runner):
     """
 
     def __init__(self, window: Window) -> None:
-        super().__init__(window)
+        self._window = weakref.ref(window)   # which has this
         self.by_param = {id(r.param): r for r in window.records}
         self.declined = ""
         self.calls: weakref.WeakSet[Logits] = weakref.WeakSet()
         self.read()
+
+    @property
+    def window(self) -> Window:
+        return self._window()
 
     def read(self) -> None:
         """Is it the plain Linear that was streamed?"""
@@ -154,8 +157,7 @@ def vocabulary_dim(form: Tensor, v: int) -> int | None:
     return mine[0] if len(mine) == 1 and form.numel() else None
 
 
-@dataclasses.dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """What was done to each logit x: scale * (x + shift), or cap * tanh(scale * (x + shift)).
 
     shift: [V], or None for zero. cap: None: no soft cap.
@@ -397,13 +399,13 @@ def _times(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
         return None
     curve, factor = d._curve, number if func is aten.mul.Tensor else 1 / number
     more = {"scale": curve.scale * factor} if curve.cap is None else {"cap": curve.cap * factor}
-    return d.derived(torch.empty_like(d._form), (d, func, args, kwargs), dataclasses.replace(curve, **more))
+    return d.derived(torch.empty_like(d._form), (d, func, args, kwargs), curve._replace(**more))
 
 
 def _tanh(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
     if d._curve.cap is not None:
         return None
-    return d.derived(torch.empty_like(d._form), (d, func, args, kwargs), dataclasses.replace(d._curve, cap=1.0))
+    return d.derived(torch.empty_like(d._form), (d, func, args, kwargs), d._curve._replace(cap=1.0))
 
 
 def _add(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:

@@ -27,13 +27,13 @@ from ..base.codes import format_of, multiplies
 from ..base.modes import LINKED, Mode, inner
 from ..base.modes import read as mode_of
 from ..graph import hf_calls
+from ..graph.door import window_of
 from ..graph.frames import _pop, _push, check_versions, keep, refuse_create_graph, restored
 from ..graph.reader import Graph, Reader, Reading, Unreadable, modes_on, read, scope_of, stand_in
 from ..graph.swap import Bundle, Part
 from ..store.records import Use
 from ..store.state import accumulators, graph_stays, in_backward, in_sight, swap_window
 from .proof.experts import known_loop, opaque_loop
-from .proof.values import Refused
 from .templates import Template, template
 from .templates.parts import Unfit, arguments, codings_of, dtype_of, names_of, roles_of
 from .templates.weights import STRAND, Coded, Expanded, Pieces, Weights, fits
@@ -60,7 +60,7 @@ def wanted(compute: str, cuda: bool, dtypes: list[torch.dtype]) -> bool:
 def runs(module: nn.Module, device: str) -> Template:
     """The template that a module runs by on such a device, as things are now: mt.plan and the run have this answer. Of
     a streamed module, what its calls before the last look have shown counts too. Unfit: its own code runs."""
-    window = getattr(vars(module).get("forward"), "_call", None)
+    window = window_of(module)
     fused = getattr(window, "fused", None)
     if why := getattr(window, "unfit", "") if fused is None else fused.own:
         raise Unfit(why)
@@ -106,20 +106,8 @@ def codable(windows: Iterable[tuple[str, nn.Module]]) -> list[nn.Module]:
     return inner(found)
 
 
-class Runner:
-    """Runs a window in place of its module's own code. Knows its window weakly, which has it; a graph that may outlive
-    the model holds the window itself."""
-
-    def __init__(self, window: Window) -> None:
-        self._window = weakref.ref(window)
-
-    @property
-    def window(self) -> Window:
-        return self._window()
-
-
-class Fused(Runner):
-    """What a window knows of its template.
+class Fused:
+    """What a window knows of its template. Runs the window in place of its module's own code.
 
     Attributes:
         template: of the module's structure, for sizes and for what all calls have in common. No call runs by it.
@@ -135,7 +123,7 @@ class Fused(Runner):
     """
 
     def __init__(self, window: Window, module: nn.Module) -> None:
-        super().__init__(window)
+        self._window = weakref.ref(window)   # which has this; a graph that may outlive the model holds it itself
         self.verdict: str | None = None
         self.declined = self.own = ""
         self._calm = 0                       # passes in which it ran by its template alone, since its own code did
@@ -143,6 +131,10 @@ class Fused(Runner):
         self.coded = self.idle = False
         self._reader = Reader()
         self.read()
+
+    @property
+    def window(self) -> Window:
+        return self._window()
 
     def read(self) -> None:
         """The module's structure, anew; Unfit where no template covers it, or it was streamed with other parameters."""
@@ -237,7 +229,7 @@ class Fused(Runner):
             reading = self._reading(window, x, args, kwargs, named)
             template = self._ready.get(reading) or self._tried(reading, x, named)
             x, call = template.take(window.module, x, named, reading.found[2])
-        except (Unfit, Refused) as reason:
+        except Unfit as reason:
             self.declined = str(reason)
             if not self.idle:                # the next look sees it
                 self._lately = self.declined
@@ -285,7 +277,7 @@ class Fused(Runner):
     # ---- what the module's code is ----
 
     def _reading(self, window: Window, x: Any, args: Any, kwargs: Any, named: dict[str, Any]) -> Reading:
-        """What is known of the module's code, for this call; Unfit or Refused where no template covers the module, or
+        """What is known of the module's code, for this call; Unfit where no template covers the module, or
         the call, or where the code cannot be followed."""
         inner, reader = window.inner, self._reader
         if not all(map(eq, self._children, self._before)):       # no guard sees children of one class trade places
@@ -331,7 +323,7 @@ class Fused(Runner):
                 return (), f"its code has side effects: {writes}", {}
             try:
                 return prove(graph, template, module, weights, x, named), "", roles_of(named)
-            except Refused as reason:
+            except Unfit as reason:
                 return (), str(reason), {}
 
         forwards = plain_linears(self, weights)
@@ -354,7 +346,7 @@ class Fused(Runner):
         node: Any = x.grad_fn
         if not isinstance(node, Layer._backward_cls):
             return mode._replace(keep="replay"), None
-        may = self.template.links and node.template.links and node.keep != LINKED and node.kept is not None
+        may = self.template.swaps and node.template.swaps and node.keep != LINKED and node.kept is not None
         made_from = node.kept[0].out if may else None    # attention's output; None: attention would have to run again
         if made_from is None:
             return mode._replace(keep="attention"), None

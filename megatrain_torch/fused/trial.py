@@ -100,8 +100,7 @@ class Trial:
             self._compare_codes()
             for magnitude, last in itertools.product(MAGNITUDES, (False, True)):
                 with torch.autocast(x.device.type, enabled=False):       # it is to the weights' own type, if at all
-                    if why := self._compare(x, kwargs, magnitude, last):
-                        return why
+                    self._compare(x, kwargs, magnitude, last)
         except Unfit as reason:
             return str(reason)
         return ""
@@ -122,8 +121,8 @@ class Trial:
             if not same:
                 raise Unfit(f"the codes of {name} stand for other numbers than {whole.format.name}'s own code makes")
 
-    def _compare(self, x: Tensor, kwargs: Any, magnitude: float, last: bool) -> str:
-        """For one random input."""
+    def _compare(self, x: Tensor, kwargs: Any, magnitude: float, last: bool) -> None:
+        """For one random input. Unfit: the template is further off."""
         rng, dtype = torch.Generator(x.device).manual_seed(0), self.fused.dtype
         x, kwargs = self.template.small(x, rng, TRIAL_TOKENS, kwargs, last)
         if x.is_floating_point():
@@ -141,9 +140,8 @@ class Trial:
             ours = _errors(exact, self._templates(x, dy, kwargs))
         for name, error in ours.items():
             if not error <= FURTHER * theirs[name] + NOISE.get(dtype, 1e-5):
-                return (f"on random data the template's {name} is off from fp32 by {error:.1e} (relative), "
-                        f"the module's own code by {theirs[name]:.1e}")
-        return ""
+                raise Unfit(f"on random data the template's {name} is off from fp32 by {error:.1e} (relative), "
+                            f"the module's own code by {theirs[name]:.1e}")
 
     @contextlib.contextmanager
     def _noting_choices(self) -> Iterator[list[Tensor]]:
@@ -172,7 +170,7 @@ class Trial:
             raise Unfit(f"its code cannot be run in fp32: {str(error).strip().splitlines()[0]}") from error
 
     def _run(self, bound: Any, x: Tensor, kwargs: Any) -> Run:
-        x = x.detach().requires_grad_(self.template.differentiable_input)
+        x = x.detach().requires_grad_(x.is_floating_point())
         with torch.enable_grad():            # no graph of a look holds a slot
             y = self.window.run((x,), kwargs, bound, SavedFrame(self.window))
         if not isinstance(y, Tensor):

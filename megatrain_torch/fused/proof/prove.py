@@ -26,9 +26,9 @@ from ..templates import Template
 from ..templates.attention_half import Rotary
 from ..templates.decoder import Embedding, LoneNorm
 from ..templates.moe import Facts
-from ..templates.parts import Linears, Norm, roles_of
+from ..templates.parts import Linears, Norm, Unfit, roles_of
 from .experts import expert_rows, experts_down, opaque_ops
-from .values import Functions, Refused, Values, operands, repeated
+from .values import Functions, Values, operands, repeated
 
 TELLER = logging.getLogger("torch._subclasses.fake_tensor")
 
@@ -238,18 +238,18 @@ class Proof(torch.fx.Interpreter):
         self.gathered += map(self.values.of, tensors)
 
     def choose(self, what: str, candidates: Iterable[Any], run: Callable[[Any], Any]) -> tuple[Any, Any]:
-        """The first candidate of which `run` gives what the module's own code has too, and that; else Refused."""
+        """The first candidate of which `run` gives what the module's own code has too, and that; else Unfit."""
         for candidate in candidates:
             before, TELLER.disabled = TELLER.disabled, True  # torch prints what fails on fake tensors, caught or not
             try:
                 out = run(candidate)
-            except (RuntimeError, IndexError, Refused):      # sizes, or parts, that are not for this form
+            except (RuntimeError, IndexError, Unfit):      # sizes, or parts, that are not for this form
                 continue
             finally:
                 TELLER.disabled = before
             if all(self.values.of(t) < self.known for t in (out if isinstance(out, tuple) else (out,))):
                 return candidate, out
-        raise Refused(f"{what}: {self.difference()}")
+        raise Unfit(f"{what}: {self.difference()}")
 
     def difference(self, ours: Sequence[int | None] = (), theirs: Sequence[int | None] | None = None) -> str:
         """What the module computes and no form has made, tried ones among them: the first such expression."""
@@ -343,9 +343,7 @@ class Proof(torch.fx.Interpreter):
         """What stands side by side, one by one: of one matrix, cut to these widths."""
         if len(linears.weights) > 1:
             return [self._linear(linears, x, n) for n in range(len(linears.weights))]
-        whole, ends = self._linear(linears, x), list(itertools.accumulate(parts))
-        return list(whole.chunk(2, dim=-1)) if len(parts) == 2 else [
-            whole[..., end - n:end] for n, end in zip(parts, ends)]
+        return list(self._linear(linears, x).split(parts, -1))
 
     def _attention(self, x: Tensor) -> Tensor:
         a, mask = self.a, self.mask
@@ -407,7 +405,7 @@ class Proof(torch.fx.Interpreter):
             return self._normed(norm, t).view(shape).transpose(1, 2)
         try:
             return self._normed(norm, t.view(shape)).transpose(1, 2)
-        except Refused:
+        except Unfit:
             return self._normed(norm, t.view(shape).transpose(1, 2))
 
     def _dense(self, b: Tensor, mlp: Any) -> Tensor:
@@ -528,14 +526,14 @@ _PRIMES = tuple(map(sympy.Integer, (7907, 7919, 7927, 7933, 7937, 7949, 7951, 79
 
 def prove(graph: Graph | None, template: Template, module: nn.Module, weights: dict[str, Tensor], x: Tensor,
           kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The settings of the template by which it is what the graph computes; Refused where that is not proved. weights:
+    """The settings of the template by which it is what the graph computes; Unfit where that is not proved. weights:
     by name, as the module read them. x, kwargs: what it was called with."""
     for name in ("linear", "scaled_dot_product_attention", "silu", "gelu", "softmax", "rms_norm", "embedding"):
         function = getattr(F, name)          # that forms are written with: else both sides would be wrong
         if isinstance(function, types.FunctionType) and function.__globals__ is not vars(F):
-            raise Refused(f"torch.nn.functional.{name} is not torch's own")
+            raise Unfit(f"torch.nn.functional.{name} is not torch's own")
     if graph is None:
-        raise Refused("it gives something else than one tensor that it made")
+        raise Unfit("it gives something else than one tensor that it made")
     template = template.set_as(template.settings)        # what is found is put into one of its own
     buffers = dict(module.named_buffers())
     named = {id(t): (n, t) for n, t in weights.items()} | {id(t): (f"buffer {n}", t) for n, t in buffers.items()}
@@ -549,7 +547,7 @@ def prove(graph: Graph | None, template: Template, module: nn.Module, weights: d
     def theirs() -> Tensor:
         out = proof.run(*graph.real.values())
         if not isinstance(out, tuple | list) or len(out) != 1 or not isinstance(out[0], Tensor):
-            raise Refused("its forward gives something else than one tensor")
+            raise Unfit("its forward gives something else than one tensor")
         return out[0]
 
     try:
@@ -558,12 +556,12 @@ def prove(graph: Graph | None, template: Template, module: nn.Module, weights: d
         proof.known, proof.values.made = len(proof.values.keys), set()
         ours = proof.numbers(lambda: proof.meaning(template, module, weights, x, kwargs), leaves)
         if ours != right:
-            raise Refused(proof.difference(ours, right))
-    except Refused:
+            raise Unfit(proof.difference(ours, right))
+    except Unfit:
         raise
     except Exception as error:               # whatever cannot be run on fake tensors is not proved
         text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-        raise Refused(f"its code cannot be followed: {text[:300]}") from error
+        raise Unfit(f"its code cannot be followed: {text[:300]}") from error
     finally:
         proof.values.forget()
     return template.settings

@@ -263,7 +263,7 @@ class Attention:
 
     def _by_flash(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Any]:
         flat = _filled(*(t.flatten(0, 1) for t in (q, k, v)))
-        lengths, more = self._flash_options(q)
+        lengths, more = self._flash_options(q, k)
         out, lse, rng, unused, _ = _flash_forward(*flat, *lengths, False, **more)
         if sinks is not None:
             out, lse = (t[0] for t in _sunk(out.transpose(0, 1)[None], lse[None], sinks))
@@ -274,18 +274,18 @@ class Attention:
                      sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         lse, rng, unused = kept
         flat = _filled(*(t.flatten(0, 1) for t in (dout, q, k, v, out)))
-        lengths, more = self._flash_options(q)
+        lengths, more = self._flash_options(q, k)
         grads = _flash_backward(*flat, lse, *lengths, rng, unused, **more)
         dq, dk, dv = (d[..., :t.shape[3]].unflatten(0, t.shape[:2]) for d, t in zip(grads, (q, k, v)))
         dsinks = None if sinks is None else sinks_grad(*(t.transpose(0, 1)[None] for t in (flat[0], flat[4])),
                                                         lse[None], sinks)
         return dq, dk, dv, dsinks
 
-    def _flash_options(self, q: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _flash_options(self, q: Tensor, k: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Rows of a batch are sequences behind one another: flash's offsets have 64 bits."""
-        packed = self.packed or Packed.of((q.shape[1],) * q.shape[0], q.device)
+        a, b = (self.packed or Packed.of((t.shape[1],) * t.shape[0], t.device) for t in (q, k))
         sides = {"window_size_left": self.window - 1, "window_size_right": 0} if self.window else {}
-        return (packed.cu, packed.cu, packed.longest, packed.longest, 0.0, self.causal), {"scale": self.scale, **sides}
+        return (a.cu, b.cu, a.longest, b.longest, 0.0, self.causal), {"scale": self.scale, **sides}
 
     # ---- kernels that give log-sum-exp ----
 
@@ -335,26 +335,16 @@ class Attention:
                                                        repeating())
         if found is not None or (repeating() and self.mask is not None):
             return found
-        if repeating():
-            return self._flash_grads_of(dout, q, k, v, out, lse)
+        if repeating():                      # flash's, of each row as a sequence of its own
+            lse = lse.reshape(q.shape[:3]).transpose(0, 1).flatten(1).contiguous()
+            unread = torch.zeros(2, dtype=torch.int64, device=q.device)      # the state of no dropout
+            return _turned(*self._flash_grads(*_turned(dout, q, k, v, out), (lse, unread, unread), None)[:3])
         dout = unseen
         # Where these reach beyond 2^31 elements cuDNN's dq of the last rows is wrong, and nothing says so: by 6 to 22 %
         # where it was looked at (torch 2.11).
         dout, out = (t if span_of(t) <= CUDNN_MOST else t.contiguous() for t in (dout, out))
         return _backward(dout, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, 0.0,
                          self.causal, scale=self.scale)
-
-    def _flash_grads_of(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Any:
-        """As _cudnn_grads, by flash's kernel: each row a sequence of its own, lse [hq, T] for [B, hq, S] or with a last
-        dimension of 1."""
-        rows, _, queries, _ = q.shape
-        cu = [torch.arange(rows + 1, dtype=torch.int32, device=q.device) * t.shape[2] for t in (q, k)]
-        flat = _filled(*(t.transpose(1, 2).flatten(0, 1) for t in (dout, q, k, v, out)))
-        lse = lse.reshape(q.shape[:3]).transpose(0, 1).flatten(1).contiguous()
-        unread = torch.zeros(2, dtype=torch.int64, device=q.device)      # the state of a dropout that there is none of
-        grads = _flash_backward(*flat, lse, *cu, queries, k.shape[2], 0.0, self.causal, unread, unread,
-                                scale=self.scale)
-        return tuple([d[..., :t.shape[3]].unflatten(0, (rows, -1)).transpose(1, 2) for d, t in zip(grads, (q, k, v))])
 
     def _grads_by_torch(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, own: bool
                         ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -449,9 +439,7 @@ def by_rows(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, rows: int) -> tuple
 
     A kernel that is given the whole row works on queries from all over it, whose keys lie far apart: little of what
     one has read is still in the cache for the next, and a card at its power limit pays for the traffic with its
-    clock. Measured on an H200 at 700 W, 28 query heads of 128 over 4 key heads, 512k tokens, forward: 487 TFLOP/s
-    at 1.28 GHz in one call; 592 at 1.58 GHz where 32k queries at a time see all keys before them; backward 535 and
-    548.
+    clock (docs/performance.md).
 
     Queries see the keys before their own block in one call and the keys of their block in another, causal. Two
     parts of a softmax are put together by their log-sum-exps (Milakov and Gimelshein, "Online normalizer
@@ -493,12 +481,9 @@ def repeating_grads(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
     no such kernel, or too much of dS; that follows from shapes, device, library and what was asked for.
 
     torch asks cuDNN for sums of dq in the order in which its blocks of keys come. The kernel here has dS in memory
-    instead, 2 bytes a pair of query and key, and takes as many rows or heads at a time as that has room for.
-    Milliseconds on an H200, 28 query heads of 128 over 4 key heads, with this kernel and torch's:
-
-        32 rows of 1,024   1.88   1.93        16 rows of 4,096   12.2   10.7        8 rows of 8,192   24.4   20.2
-
-    so it is taken for short rows, and where torch.use_deterministic_algorithms asks for it.
+    instead, 2 bytes a pair of query and key, and takes as many rows or heads at a time as that has room for. Of short
+    rows it is as fast, of long ones up to a fifth slower (docs/numerics.md): so it is taken for the former, and where
+    torch.use_deterministic_algorithms asks for it.
     """
     shape = (q.dtype, q.device, q.shape, k.shape, None if bias is None else bias.shape, causal)
     step = _at_once(q, k, asked) if _known(q) and shape not in _refused else None

@@ -36,7 +36,7 @@ unflattened = torch.ops.aten._unsafe_view
 class Decoder(Template):
     """The template of one structure: an attention half and an MLP half."""
 
-    swaps, links = True, True
+    swaps = True
 
     def __init__(self, layer: nn.Module) -> None:
         norms = _norms_of(layer)
@@ -270,8 +270,6 @@ class GatedMLP(Half):
 
 class Embedding(Template):
     """Rows of a table by number: ids [...] int64 -> [..., H]."""
-
-    differentiable_input = False
 
     def __init__(self, module: nn.Module) -> None:
         if type(module) is not nn.Embedding:

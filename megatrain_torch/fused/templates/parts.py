@@ -1,6 +1,7 @@
 """What templates are made of besides weights: a call's arguments, norms, linear layers, the half of a decoder layer."""
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from .weights import Grads, Weights
 
 
 class Unfit(Exception):
-    """A module, or a call of it, that a template does not cover; the text says why."""
+    """A module, or a call of it, that a template does not cover, or is not proved to; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,7 @@ class Template:
     is said here is that of a single module, whose Decoder says what the functions are.
 
     Attributes:
-        differentiable_input: its input has a gradient.
-        swaps, links: what it keeps may wait in host memory; it can make its output again.
+        swaps: what it keeps may wait in host memory, and it can make its output again.
         rounds: it is nothing for a GPU, where the package of its codes rounds activations to codes too.
         coded: its products, one at least, may be of 8-bit codes (weights.Coded).
         routes: it has a mixture of experts.
@@ -63,7 +63,7 @@ class Template:
         config: of the model; a template in other settings has the same.
     """
 
-    differentiable_input, swaps, links, rounds, coded, routes = True, False, False, False, False, False
+    swaps, rounds, coded, routes = False, False, False, False
     open: list[tuple[Any, str]] = []
     config: Any = None
     check: Any = staticmethod(lambda: None)
@@ -159,22 +159,17 @@ def _refuse(grad: Tensor) -> Any:
 
 def has(layer: nn.Module, name: str) -> bool:
     """Is there a module of this dotted name that does something?"""
-    found = _find(layer, name)
-    return found is not None and not isinstance(found, nn.Identity)
+    with contextlib.suppress(Unfit):
+        return not isinstance(child(layer, name), nn.Identity)
+    return False
 
 
 def child(layer: nn.Module, name: str) -> Any:
     """The module of this dotted name; Unfit where there is none."""
-    found = _find(layer, name)
-    if found is None:
-        raise Unfit(f"no template covers a {type(layer).__name__}: it has no {name}")
-    return found
-
-
-def _find(layer: Any, name: str) -> nn.Module | None:
-    for part in name.split(".") if name else ():
-        layer = getattr(layer, part, None)
-    return layer if isinstance(layer, nn.Module) else None
+    try:
+        return layer.get_submodule(name)
+    except AttributeError:
+        raise Unfit(f"no template covers a {type(layer).__name__}: it has no {name}") from None
 
 
 def codings_of(layer: nn.Module) -> dict[str, Coding]:
