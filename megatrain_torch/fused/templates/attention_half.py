@@ -64,8 +64,9 @@ class Rotary(NamedTuple):
 
 class AttentionHalf(Half):
     """What makes q, k and v has two functions more: `_made` gives q [B, S, hq, D], k [B, S, hk, D] and v [B, S, hk, V]
-    as attention takes them, from k.qkv as the first product gave it, and fills the call's cache; `backward` gives dx
-    [T, H] from dh [T, H], which it may write into, and uses up what was kept.
+    as attention takes them, from k.qkv as the first product gave it (again: in backward, from what forward left there),
+    and fills the call's cache; `backward` gives dx [T, H] from dh [T, H], which it may write into, and uses up what was
+    kept.
 
     Attributes:
         first: the product with a. o: the one that attention's output goes into.
@@ -74,8 +75,9 @@ class AttentionHalf(Half):
         rotary: how heads are turned; None: they are not. parted: they are, in the way that Rotary has of it, which a
             cache has to be given so. latent: it is LatentAttention.
         walks: gradients of a single long row may be had some rows at a time.
-        Numbers of a token. cached: that a key-value cache gathers. work: that backward has beside what "saved" keeps,
-            and its own of [T, H]. copied: that attention copies at a time where there are more tokens than the second.
+        Numbers of a token. cached: that a key-value cache gathers. made: that "selective" makes again. rms: of norms'
+            1/rms. work: that backward has beside what "saved" keeps, and its own of [T, H]. copied: that attention
+            copies at a time where there are more tokens than the second.
     """
 
     sinks: str | None = None
@@ -178,6 +180,11 @@ class AttentionHalf(Half):
         self.o.weight_grads(do, k.out.reshape(len(do), -1), w, grads)
         return self.o.input_grad(do, w).view(k.out.shape)
 
+    def kept_bytes(self, keep: str, item: int) -> int:
+        """Bytes that a token takes between forward and backward."""
+        columns = sum(self.first.rows) + self.o.inputs + self.hidden * bool(self.norm_out)
+        return (columns + self.made * (keep == "saved")) * item + 4 * (self.hq + self.rms)
+
 
 # ---- one product for q, k and v --------------------------------------------------------------------
 
@@ -207,30 +214,28 @@ class SelfAttention(AttentionHalf):
                                     for n in ("q_norm", "k_norm"))
         if (self.q_norm is None) != (self.k_norm is None):
             raise Unfit("only one of q and k has a norm")
-        self.norms += [n for n in (self.q_norm, self.k_norm) if n]
+        self.rms, self.made = len(self.norms), 0
+        if self.q_norm:
+            self.norms += self.q_norm, self.k_norm
+            self.rms += self.hq if self.q_norm.size == self.head else 1
+            self.rms += self.hk if self.k_norm.size == self.head else 1
         self.linears = self.first, self.o
         self.names = {*self.first.names, *self.o.names} | ({self.sinks} if self.sinks else set())
-
-    def _made(self, k: Kept, shape: Any, w: Weights, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        q, key, v = self._rotated(k, shape, w, call, in_place=True)
-        if call.cache is not None:
-            call.cache(key, v)
-            call.cache = None                # not held until backward
-        return q, key, v
 
     def _heads(self, qkv: Tensor, shape: Any) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, S, hq, D], k and v [B, S, hk, D], as views of [T, (hq + 2 hk) D]."""
         return qkv.view(*shape, -1, self.head).split((self.hq, self.hk, self.hk), 2)
 
-    def _rotated(self, k: Kept, shape: Any, w: Weights, call: Call, in_place: bool
-                 ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v as attention takes them. Without norms of q and k they stand rotated in qkv itself (in_place:
-        now); with them, qkv keeps what their norms read."""
+    def _made(self, k: Kept, shape: Any, w: Weights, call: Call, again: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Without norms of q and k they stand rotated in qkv itself; with them, qkv keeps what their norms read."""
         q, key, v = self._heads(k.qkv, shape)
         if self.q_norm:
             (q, k.inner["q"]), (key, k.inner["k"]) = self._normed(self.q_norm, q, w), self._normed(self.k_norm, key, w)
-        if (in_place or self.q_norm) and call.cos is not None:
+        if (self.q_norm or not again) and call.cos is not None:
             ops.rope(q, key, call.cos, call.sin, q, key, interleaved=self.rotary.interleaved)
+        if call.cache is not None:
+            call.cache(key, v)
+            call.cache = None                # not held until backward
         return q, key, v
 
     def _normed(self, norm: Norm, x: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
@@ -243,8 +248,7 @@ class SelfAttention(AttentionHalf):
         if shape[0] == 1 and call.attention.single_long_row(*self._heads(k.qkv, shape)[:2], sinks):
             return self._backward_by_rows(dh, x, shape, w, call, k, grads, sinks)
         dout = self._attention_grad(dh, w, k, grads)
-        *d, dsinks = call.attention.backward(dout, *self._rotated(k, shape, w, call, in_place=False), k.out, k.extra,
-                                             sinks)
+        *d, dsinks = call.attention.backward(dout, *self._made(k, shape, w, call, again=True), k.out, k.extra, sinks)
         if self.sinks in grads.wanted:
             grads[self.sinks] = dsinks
         k.out = k.extra = None
@@ -257,7 +261,7 @@ class SelfAttention(AttentionHalf):
                           sinks: Tensor | None) -> Tensor:
         """As backward, of one row, whose gradients never exist whole but for dx, which takes dh's place."""
         sums = Sums(grads)
-        blocks, gradients = call.attention.walk_back(*self._rotated(k, shape, w, call, in_place=False), k.out, k.extra)
+        blocks, gradients = call.attention.walk_back(*self._made(k, shape, w, call, again=True), k.out, k.extra)
         for rows in blocks:
             part = k.part(rows)
             dout = self._attention_grad(dh[rows], w, part, sums)
@@ -289,15 +293,6 @@ class SelfAttention(AttentionHalf):
                     to, raw = to.flatten(2), raw.flatten(2)
                 norm.backward(to, raw, k.inner[name], w, grads, out=to)
         return dqkv
-
-    def kept_bytes(self, keep: str, item: int) -> int:
-        """Bytes that a token takes between forward and backward."""
-        columns = sum(self.first.rows) + self.o.inputs + self.hidden * bool(self.norm_out)
-        rms = bool(self.norm_in) + bool(self.norm_out)
-        if self.q_norm:
-            rms += self.hq if self.q_norm.size == self.head else 1
-            rms += self.hk if self.k_norm.size == self.head else 1
-        return columns * item + 4 * (self.hq + rms)
 
 
 # ---- latent attention ------------------------------------------------------------------------------
@@ -348,11 +343,7 @@ class LatentAttention(AttentionHalf):
         self.linears = (self.first, *([self.q_up] if self.q_up else []), self.kv_up, self.o)
         self.names = {name for one in self.linears for name in one.names}
         self.norms += [n for n in (self.q_norm, self.kv_norm) if n]
-
-    def _made(self, k: Kept, shape: Any, w: Weights, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        if not self.q_up:                    # they stay so in qkv
-            self._turn(self._queries(k, shape)[..., self.plain:], call)
-        return self._heads(k, shape, w, call)
+        self.rms, self.made = len(self.norms), self.hq * (self.head * low + self.plain + self.values)
 
     def _queries(self, k: Kept, shape: Any) -> Tensor:
         """[B, S, hq, D], where they lie."""
@@ -365,9 +356,11 @@ class LatentAttention(AttentionHalf):
             ops.rope(t, none, call.cos, call.sin, t, none, interleaved=self.rotary.interleaved, inverse=inverse)
         return t
 
-    def _heads(self, k: Kept, shape: Any, w: Weights, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v; what they are made of is made where it is not there, in backward again."""
-        if self.q_up and k.q is None:
+    def _made(self, k: Kept, shape: Any, w: Weights, call: Call, again: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """What they are made of is made where it is not there."""
+        if not self.q_up and not again:      # they stay so in qkv
+            self._turn(self._queries(k, shape)[..., self.plain:], call)
+        elif self.q_up and k.q is None:
             low, k.inner["q_a"] = self.q_norm.forward(k.qkv[:, :self.wide], w, self.q_up)
             k.q = self.q_up.forward(low, w)
             self._turn(self._queries(k, shape)[..., self.plain:], call)
@@ -390,7 +383,7 @@ class LatentAttention(AttentionHalf):
 
     def backward(self, dh: Tensor, x: Tensor, shape: Any, w: Weights, call: Call, k: Kept, grads: Grads) -> Tensor:
         dout = self._attention_grad(dh, w, k, grads)
-        dq, dk, dv, _ = call.attention.backward(dout, *self._heads(k, shape, w, call), k.out, k.extra)
+        dq, dk, dv, _ = call.attention.backward(dout, *self._made(k, shape, w, call, again=True), k.out, k.extra)
         del dout
         k.out = k.extra = k.q = k.kv = None
         dfirst = torch.empty_like(k.qkv)
@@ -420,9 +413,3 @@ class LatentAttention(AttentionHalf):
         _, low = norm.backward(up.input_grad(dy, w), k.qkv[:, columns], rstd, w, grads, rebuild=True, out=to)
         up.weight_grads(dy, low, w, grads)
 
-    def kept_bytes(self, keep: str, item: int) -> int:
-        """Bytes that a token takes between forward and backward; "selective" makes queries, keys and values again."""
-        columns = sum(self.first.rows) + self.o.inputs + self.hidden * bool(self.norm_out)
-        if keep == "saved":
-            columns += self.hq * (self.head * bool(self.q_up) + self.plain + self.values)
-        return columns * item + 4 * (self.hq + len(self.norms))
