@@ -75,9 +75,8 @@ class AttentionHalf(Half):
         rotary: how heads are turned; None: they are not. parted: they are, in the way that Rotary has of it, which a
             cache has to be given so. latent: it is LatentAttention.
         walks: gradients of a single long row may be had some rows at a time.
-        Numbers of a token. cached: that a key-value cache gathers. made: that "selective" makes again. rms: of norms'
-            1/rms. work: that backward has beside what "saved" keeps, and its own of [T, H]. copied: that attention
-            copies at a time where there are more tokens than the second.
+        cached: numbers of a token that a key-value cache gathers. copied: that attention copies at a time, where there
+            are more tokens than the second.
     """
 
     sinks: str | None = None
@@ -180,11 +179,6 @@ class AttentionHalf(Half):
         self.o.weight_grads(do, k.out.reshape(len(do), -1), w, grads)
         return self.o.input_grad(do, w).view(k.out.shape)
 
-    def kept_bytes(self, keep: str, item: int) -> int:
-        """Bytes that a token takes between forward and backward."""
-        columns = sum(self.first.rows) + self.o.inputs + self.hidden * bool(self.norm_out)
-        return (columns + self.made * (keep == "saved")) * item + 4 * (self.hq + self.rms)
-
 
 # ---- one product for q, k and v --------------------------------------------------------------------
 
@@ -205,6 +199,7 @@ class SelfAttention(AttentionHalf):
         if (self.hq + 2 * self.hk) * self.head != sum(self.first.rows) or self.hk < 1 or self.hq % self.hk:
             raise Unfit(f"its projections have {self.first.rows} rows, which are no q, k and v heads of {self.head}")
         self.cached, self.work = 2 * self.hk * self.head, sum(self.first.rows)
+        self.columns = self.work + self.o.inputs
         self.copied = self.o.inputs + self.work, long_tokens(self.o.inputs, self.work)
         self.rotary = Rotary() if getattr(attn, "use_rope", True) else None
         self.cap = float(getattr(attn, "attn_logit_softcapping", None) or 0.0)
@@ -214,13 +209,12 @@ class SelfAttention(AttentionHalf):
                                     for n in ("q_norm", "k_norm"))
         if (self.q_norm is None) != (self.k_norm is None):
             raise Unfit("only one of q and k has a norm")
-        self.rms, self.made = len(self.norms), 0
+        self.few = 4 * (self.hq + len(self.norms))       # log-sum-exp, and 1/rms
         if self.q_norm:
             self.norms += self.q_norm, self.k_norm
-            self.rms += self.hq if self.q_norm.size == self.head else 1
-            self.rms += self.hk if self.k_norm.size == self.head else 1
-        self.linears = self.first, self.o
-        self.names = {*self.first.names, *self.o.names} | ({self.sinks} if self.sinks else set())
+            self.few += 4 * (self.hq if self.q_norm.size == self.head else 1)
+            self.few += 4 * (self.hk if self.k_norm.size == self.head else 1)
+        self.linears, self.names = (self.first, self.o), [self.sinks] if self.sinks else []
 
     def _heads(self, qkv: Tensor, shape: Any) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, S, hq, D], k and v [B, S, hk, D], as views of [T, (hq + 2 hk) D]."""
@@ -341,9 +335,9 @@ class LatentAttention(AttentionHalf):
         self.copied = 2 * queries + 2 * self.o.inputs, long_tokens(queries, max(queries, sum(self.kv_up.rows)))
         self.rotary, self.parted = Rotary(), bool(getattr(self.config, "rope_interleave", False))
         self.linears = (self.first, *([self.q_up] if self.q_up else []), self.kv_up, self.o)
-        self.names = {name for one in self.linears for name in one.names}
         self.norms += [n for n in (self.q_norm, self.kv_norm) if n]
-        self.rms, self.made = len(self.norms), self.hq * (self.head * low + self.plain + self.values)
+        self.columns, self.few = sum(self.first.rows) + self.o.inputs, 4 * (self.hq + len(self.norms))
+        self.made = self.hq * (self.head * low + self.plain + self.values)
 
     def _queries(self, k: Kept, shape: Any) -> Tensor:
         """[B, S, hq, D], where they lie."""

@@ -53,7 +53,8 @@ class Decoder(Template):
         self.rounds = any(c.rounds for c in self.codings.values())
         self.coded = (not self.codings and not any(one.beside for one in self.linears)
                       and any(fits((sum(one.rows), one.inputs), torch.bfloat16) for one in self.linears))
-        known = self.attention.names | self.mlp.names | {n.weight for n in self.norms}
+        known = {*self.attention.names, *self.mlp.names, *(n.weight for n in self.norms),
+                 *(n for one in self.linears for n in one.names)}
         for name, _ in layer.named_parameters():
             if name not in known:
                 raise Unfit(f"it has a parameter that the template does not know: {name}")
@@ -191,10 +192,10 @@ class GatedMLP(Half):
     def __init__(self, layer: nn.Module, name: str, norm_in: Norm | None, norm_out: Norm | None, factor: float) -> None:
         super().__init__(norm_in, norm_out, factor)
         self.gu, self.down = self.linears = gated_linears(layer, name)
-        self.names = {*self.gu.names, *self.down.names}
         self.act = ops.SILU                  # until a proof finds it
         self.open = [(self, "act")]
-        self.work = self.down.inputs
+        self.hidden, self.work = self.down.rows[0], self.down.inputs
+        self.made, self.few = 2 * self.down.inputs, 4 * len(self.norms)
 
     def tile(self, item: int) -> int:
         """Rows of which gate|up exists at a time, where it is not kept."""
@@ -259,11 +260,6 @@ class GatedMLP(Half):
         self.down.weight_grads(dd, act, w, grads)
         del act, dd
         return self.input_grad(self.gu, dgu, dy, h, b, w, k, grads)
-
-    def kept_bytes(self, keep: str, item: int) -> int:
-        """Bytes that a token takes between forward and backward."""
-        columns = self.down.rows[0] * bool(self.norm_out) + (2 * self.down.inputs if keep == "saved" else 0)
-        return columns * item + 4 * len(self.norms)
 
 
 # ---- single modules: what they keep never leaves the device ----------------------------------------------

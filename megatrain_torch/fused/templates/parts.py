@@ -4,7 +4,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -434,12 +434,23 @@ class Half:
     """y = x + r * norm_out(f(norm_in(x))), where norms may be missing.
 
     Attributes:
-        factor: r. norms, linears: all there are. names: of all parameters, but for norms'.
+        factor: r. norms, linears: all there are. names: of parameters besides.
+        hidden: width of x. Of a token, between forward and backward: `columns` numbers in any case, `made` more that
+            "selective" makes again, and so many bytes of others, `few`. work: numbers that backward has beside what
+            "saved" keeps, and its own of [T, H].
     """
+
+    names: Collection[str] = ()
+    hidden = columns = made = few = work = 0
 
     def __init__(self, norm_in: Norm | None, norm_out: Norm | None, factor: float) -> None:
         self.norm_in, self.norm_out, self.factor = norm_in, norm_out, factor
         self.norms = [n for n in (norm_in, norm_out) if n]
+
+    def kept_bytes(self, keep: str, item: int) -> int:
+        """Of a token, between forward and backward."""
+        columns = self.columns + self.hidden * bool(self.norm_out) + self.made * (keep == "saved")
+        return columns * item + self.few
 
     def normed(self, x: Tensor, w: Weights, k: Kept, linears: Linears | None = None) -> Any:
         """norm_in(x). linears: that alone read it, and may have it as their product takes it."""
