@@ -76,10 +76,15 @@ class Router:
         """b: [T, H]."""
         bias, kind = w[self.bias] if self.bias else None, self._type(b)
         logits = nn.functional.linear(b.to(kind), w[self.weight].to(kind), None if bias is None else bias.to(kind))
-        if self.forced is not None:
-            return Routed(logits, self.forced)
+        return Routed(logits, self.forced if self.forced is not None else self._choice(logits, correction))
+
+    def _type(self, b: Tensor) -> torch.dtype:
+        """That logits are computed in."""
+        return torch.promote_types(b.dtype, torch.float32) if self.facts.wide else b.dtype
+
+    def _choice(self, logits: Tensor, correction: Tensor | None) -> Tensor:
         if not self.facts.sigmoid:               # the largest, whatever buffer or groups the module has for others
-            return Routed(logits, torch.topk(logits, self.top_k, -1).indices)
+            return torch.topk(logits, self.top_k, -1).indices
         scores, grouped = logits, self.best < self.groups
         if correction is not None or grouped:
             scores = self._scores(logits) if correction is None else self._scores(logits) + correction
@@ -88,11 +93,7 @@ class Router:
             best = each.topk(2, dim=-1).values.sum(-1).topk(self.best, dim=-1).indices
             chosen = torch.zeros(each.shape[:2], dtype=torch.bool, device=each.device).scatter_(1, best, True)
             scores = each.masked_fill(~chosen.unsqueeze(-1), float("-inf")).flatten(1)
-        return Routed(logits, torch.topk(scores, self.top_k, -1).indices)
-
-    def _type(self, b: Tensor) -> torch.dtype:
-        """That logits are computed in."""
-        return torch.promote_types(b.dtype, torch.float32) if self.facts.wide else b.dtype
+        return torch.topk(scores, self.top_k, -1).indices
 
     def _scores(self, logits: Tensor) -> Tensor:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -367,8 +368,7 @@ class SparseMLP(Half):
         self.shared = next((Shared(layer, n, f"{name}.shared_expert_gate") for n in shared if has(layer, n)), None)
         self.linears = self.shared.linears if self.shared else ()
         self.names = self.router.names | self.experts.names
-        shared = 2 * self.shared.down.inputs if self.shared else 0
-        self.made = 2 * self.experts.inter * self.router.top_k + shared
+        self.made = 2 * self.experts.inter * self.router.top_k + (2 * self.shared.down.inputs if self.shared else 0)
         self.few = 4 * (self.experts.count + len(self.norms)) + 8 * self.router.top_k    # the router's, and 1/rms
         self.work = self.router.top_k * (2 * self.experts.inter + 2 * self.hidden)
         self.open = [(self.router, "facts"), (self.experts, "act"), (self.experts, "interleaved"),
