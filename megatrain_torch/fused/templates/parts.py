@@ -144,15 +144,20 @@ def roles_of(kwargs: dict[str, Any]) -> dict[str, str]:
     return found
 
 
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, cut: Tensor) -> Tensor:
+        return t.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise MegatrainError("a gradient through the key-value cache of a fused layer: use compute='eager'")
+
+
 def cut(t: Tensor) -> Tensor:
-    """The same values for a cache. They have no history, and refuse a gradient."""
-    found = t.detach().requires_grad_()
-    found.register_hook(_refuse)
-    return found
-
-
-def _refuse(grad: Tensor) -> Any:
-    raise MegatrainError("a gradient through the key-value cache of a fused layer: use compute='eager'")
+    """The same values for a cache, with a history that refuses to be gone through, and holds nothing: a leaf would hold
+    t for as long as what the cache makes of it lives."""
+    return _Cut.apply(t.detach(), t.new_empty(0).requires_grad_())
 
 
 # ---- a module's parts ------------------------------------------------------------------------------
