@@ -188,10 +188,10 @@ class Fused:
             Weights(dict(zip(names, window.views(window.records))))
         return Expanded(w, self.codings, self.dtype) if self.codings else w
 
-    def operands(self, names: tuple[str, ...], wanted: frozenset[str] = frozenset()) -> Weights:
+    def operands(self, template: Template, names: tuple[str, ...], wanted: frozenset[str] = frozenset()) -> Weights:
         """What a forward, or a backward that wants these gradients, multiplies with."""
         w = self.exact(names)
-        return Coded(w, wanted) if self.coded and self.template.coded and not self._window().stacks else w
+        return Coded(w, wanted) if self.coded and template.coded and not self._window().stacks else w
 
     @property
     def products(self) -> str:
@@ -370,7 +370,7 @@ class Layer(torch.autograd.Function):
         ctx.use = Use(window.trainable) if in_backward() == -1 else None
         ctx.set_materialize_grads(False)
         ctx.position = window.runtime.swap.position
-        y, kept = template.forward(x, fused.operands(ctx.names), call, mode.keep)
+        y, kept = template.forward(x, fused.operands(template, ctx.names), call, mode.keep)
         if bundle is not None:               # on its way off the device, but for what is small
             may = bundle.swap.may
             kept = tree_map_only(Tensor, lambda t: bundle.add(t) if may(t) else t, kept)
@@ -400,8 +400,9 @@ class Layer(torch.autograd.Function):
                 kept = tree_map_only(Part, Part.tensor, kept)
             del bundle
             with rt.keeps.memory():
-                dx, grads = template.backward(dy.contiguous(), x, kept, fused.operands(ctx.names, ctx.wanted), ctx.call,
-                                              ctx.wanted, ctx.needs_input_grad[5])
+                dx, grads = template.backward(
+                    dy.contiguous(), x, kept, fused.operands(template, ctx.names, ctx.wanted), ctx.call, ctx.wanted,
+                    ctx.needs_input_grad[5])
             found = list(map(grads.get, ctx.trained_names))
         taken = rt.handover.take(ctx.records, ctx.use, nodes, tuple(found))
         if not graph_stays():
@@ -435,4 +436,4 @@ class Link:
         check_versions(node.window, node.versions)
         with node.window.runtime.trace.during(node.window, "replay"), torch.no_grad():
             out = self.made_from.tensor() if type(self.made_from) is Part else self.made_from
-            return node.template.again(x, out, fused.operands(node.names), node.call, node.keep)
+            return node.template.again(x, out, fused.operands(node.template, node.names), node.call, node.keep)
