@@ -422,8 +422,7 @@ class Opaque(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Values, name: Key, shape: Any, like: Tensor, *tensors: Tensor | None) -> Tensor:
         ctx.values, ctx.name = values, name
-        ctx.save_for_backward(*[t for t in tensors if t is not None])
-        ctx.there = [t is not None for t in tensors]
+        ctx.save_for_backward(*tensors)
         out = like.new_empty(shape)
         key = (*name, *(None if t is None else ("#", values.of(t)) for t in tensors), str(out.dtype), _shape(out))
         values.put(out, values.number(key, _shape(out)))
@@ -431,8 +430,7 @@ class Opaque(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        values, saved = ctx.values, iter(ctx.saved_tensors)
-        tensors = [next(saved) if there else None for there in ctx.there]
+        values, tensors = ctx.values, ctx.saved_tensors
         inputs = (("#", values.of(dy)), *(None if t is None else ("#", values.of(t)) for t in tensors))
         grads: list[Tensor | None] = []
         for i, (t, wanted) in enumerate(zip(tensors, ctx.needs_input_grad[4:])):

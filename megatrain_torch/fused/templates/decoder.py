@@ -39,13 +39,13 @@ class Decoder(Template):
     swaps = True
 
     def __init__(self, layer: nn.Module) -> None:
-        norms = _norms_of(layer)
+        before, after, before_mlp, after_mlp = _norms_of(layer)
         factor = float(getattr(layer, "residual_multiplier", getattr(layer, "residual_scale", 1.0)))
         mixes = LatentAttention if has(layer, "self_attn.kv_b_proj") else SelfAttention
-        self.attention = mixes(layer, norms["1"], norms["1b"], factor)
+        self.attention = mixes(layer, before, after, factor)
         block = next((n for n in ("mlp", "block_sparse_moe") if has(layer, n)), "mlp")
         self.routes = has(layer, f"{block}.experts")
-        self.mlp = (SparseMLP if self.routes else GatedMLP)(layer, block, norms["2"], norms["2b"], factor)
+        self.mlp = (SparseMLP if self.routes else GatedMLP)(layer, block, before_mlp, after_mlp, factor)
         self.norms = self.attention.norms + self.mlp.norms
         self.linears = *self.attention.linears, *self.mlp.linears
         self.open = [(self.attention, "rotary"), *self.mlp.open, *((n, "style") for n in self.norms)]
@@ -169,7 +169,7 @@ def sighted(mask: Tensor) -> Tensor:
     return mask | blind if mask.dtype == torch.bool else mask.masked_fill(blind, 0)
 
 
-def _norms_of(layer: nn.Module) -> dict[str, Norm | None]:
+def _norms_of(layer: nn.Module) -> tuple[Norm | None, ...]:
     """The four places of a norm: before and after each half. What a name means depends on its neighbours."""
     def norm(*names: str) -> Norm | None:
         return next((Norm(layer, n) for n in names if has(layer, n)), None)
@@ -182,8 +182,8 @@ def _norms_of(layer: nn.Module) -> dict[str, Norm | None]:
         places = (), ("post_attention_layernorm",)
     else:                                                # OLMo 2
         places = ("post_attention_layernorm",), ()
-    return {"1": norm("input_layernorm"), "1b": norm(*places[0]), "2": norm(*places[1]),
-            "2b": norm("post_feedforward_layernorm", "post_mlp_layernorm")}
+    return (norm("input_layernorm"), norm(*places[0]), norm(*places[1]),
+            norm("post_feedforward_layernorm", "post_mlp_layernorm"))
 
 
 class GatedMLP(Half):
