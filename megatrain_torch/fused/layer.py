@@ -90,7 +90,7 @@ def template_of(rt: Any, window: Window, module: nn.Module) -> Fused | None:
     try:
         dtype = dtype_of(module, codings_of(module))
         if wanted(rt.compute, rt.is_cuda, [r.dtype for r in window.records] if dtype is None else [dtype]):
-            return Fused(window, module)
+            return Fused(window)
     except Unfit as reason:
         if wanted(rt.compute, rt.is_cuda, [torch.bfloat16]):
             window.unfit = str(reason)
@@ -122,7 +122,7 @@ class Fused:
         loops: modules below that loop over experts. coded_linears: a package's that multiply with codes, by name.
     """
 
-    def __init__(self, window: Window, module: nn.Module) -> None:
+    def __init__(self, window: Window) -> None:
         self._window = weakref.ref(window)   # which has this; a graph that may outlive the model holds it itself
         self.verdict: str | None = None
         self.declined = self.own = ""
@@ -277,8 +277,8 @@ class Fused:
     # ---- what the module's code is ----
 
     def _reading(self, window: Window, x: Any, args: Any, kwargs: Any, named: dict[str, Any]) -> Reading:
-        """What is known of the module's code, for this call; Unfit where no template covers the module, or
-        the call, or where the code cannot be followed."""
+        """What is known of the module's code, for this call; Unfit where no template covers the module or the call, or
+        where the code cannot be followed."""
         inner, reader = window.inner, self._reader
         if not all(map(eq, self._children, self._before)):       # no guard sees children of one class trade places
             self.read()
