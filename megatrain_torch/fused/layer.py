@@ -110,7 +110,7 @@ class Fused:
     """What a window knows of its template. Runs the window in place of its module's own code.
 
     Attributes:
-        template: of the module's structure, for sizes and for what all calls have in common. No call runs by it.
+        template: of the module's structure, for `sizes` and for what all calls have in common. No call runs by it.
         names: of the window's records, as that structure calls them; name#strand where they are a weight of codes.
         records: by names of weights; of one of codes, that which stands for it where modules read it.
         codings: of such weights, by their names. dtype: in which it computes. parameters: names of its forward's.
@@ -157,6 +157,7 @@ class Fused:
         self.dtype = dtype_of(module, self.codings) or window.records[0].dtype
         self.parameters = names_of(window.inner)
         self.template = template(module, window.runtime.device.type)
+        self.sizes = self.template.sizes(self.dtype.itemsize)
         self.coded_linears = {n: m for n, m in module.named_modules() if format_of(dict.get(m._parameters, "weight"))}
         mixture = [self.template.mlp.experts.gu] if self.template.routes else []
         self.loops = [module.get_submodule(n.rpartition(".")[0]) for n in mixture]

@@ -448,7 +448,7 @@ class Planning:
         more = 0
         for w in self.runtime.windows:
             if w.fused is not None:
-                each = dict(w.fused.template.sizes(w.item).kept)
+                each = dict(w.fused.sizes.kept)
                 kept = [0 if read(m).host else tokens * each[read(m).keep]
                         for m in (before[w.name], found.activations[w.name])]
                 more += kept[0] - kept[1]
