@@ -186,8 +186,7 @@ class Proof(torch.fx.Interpreter):
 
     Attributes:
         read: the graph. known: so many expressions the module's own code makes: those with smaller numbers.
-        gathered: numbers of what a key-value cache was given. w: weights by name, for
-            forms.
+        gathered: numbers of what a key-value cache was given. w: weights by name.
     """
 
     def __init__(self, graph: Graph, named: dict[int, tuple[str, Tensor]]) -> None:
