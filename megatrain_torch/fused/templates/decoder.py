@@ -226,9 +226,6 @@ class GatedMLP(Half):
         b = self.normed(h, w, k, self.gu)
         k.gu = self.gu.forward(b, w)
         del b
-        return self._finish(h, w, k)
-
-    def _finish(self, h: Tensor, w: Weights, k: Kept) -> Tensor:
         return self.added(h, self.down, w.gated(self.down.weights, k.gu, self.act), w, k)
 
     def backward(self, dy: Tensor, h: Tensor, w: Weights, correction: None, k: Kept, grads: Grads) -> Tensor:
@@ -247,7 +244,7 @@ class GatedMLP(Half):
             b = self.normed(h, w, k)
             k.gu = self.gu.forward(b, w)
             if self.norm_out and k.last is None:
-                self._finish(h, w, k)
+                self.added(h, self.down, w.gated(self.down.weights, k.gu, self.act), w, k)
         dd = self.output_grad(dy, w, k, grads)
         dact = self.down.input_grad(dd, w)
         if grads.wanted.isdisjoint(self.gu.biases):      # nothing but the products reads these: codes alone will do
