@@ -81,8 +81,8 @@ class Head:
     """What the window of a head knows of deferring.
 
     Attributes:
-        weight, bias: records of the plain Linear that it is. changed: why it is none any more; "": it is.
-        declined: why the last call's logits were made after all; "" when they were not.
+        weight, bias: records of the plain Linear that it is, at the last call.
+        declined: why that call's logits were made after all; "" when they were not.
     """
 
     def __init__(self, window: Window) -> None:
@@ -90,31 +90,14 @@ class Head:
         self.by_param = {id(r.param): r for r in window.records}
         self.declined = ""
         self.calls: weakref.WeakSet[Logits] = weakref.WeakSet()
-        self.read()
 
     @property
     def window(self) -> Window:
         return self._window()
 
-    def read(self) -> None:
-        """Is it the plain Linear that was streamed?"""
-        m = self.window.module
-        self.changed = unfit(m)
-        if self.changed:
-            return
-        named = dict(m.named_parameters())
-        if {id(p) for p in named.values()} != set(self.by_param):
-            self.changed = "its parameters are not those that it was streamed with"
-        elif getattr(self.window.inner, "__func__", None) is not LINEAR:
-            self.changed = "it has a forward of its own put in"
-        else:
-            self.weight = self.by_param[id(named["weight"])]
-            self.bias = self.by_param[id(named["bias"])] if "bias" in named else None
-
     def __call__(self, args: Any, kwargs: Any) -> Tensor | None:
         """Deferred logits, or None where the head's own code has to run."""
         hidden = args[0] if args else kwargs.get("input")
-        self.read()
         self.declined = self._why_not(hidden)
         if self.declined:
             return None
@@ -132,8 +115,15 @@ class Head:
 
     def _why_not(self, hidden: Any) -> str:
         m = self.window.module
-        if self.changed:
-            return self.changed
+        if why := unfit(m):
+            return why
+        named = dict(m.named_parameters())
+        if {id(p) for p in named.values()} != set(self.by_param):
+            return "its parameters are not those that it was streamed with"
+        if getattr(self.window.inner, "__func__", None) is not LINEAR:
+            return "it has a forward of its own put in"
+        self.weight = self.by_param[id(named["weight"])]
+        self.bias = self.by_param[id(named["bias"])] if "bias" in named else None
         if any(hf_calls.hooks_of([m])) or _has_any_global_hook():
             return "there are hooks on it"
         if type(hidden) is not Tensor or hidden.dim() < 2 or hidden.dtype != self.weight.dtype or not hidden.numel():
