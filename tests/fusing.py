@@ -319,7 +319,7 @@ def bytes_are_as_reckoned(model: nn.Module) -> None:
             kept = template.forward(x, w, call, keep)[1]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(kept)}
         assert x.data_ptr() not in storages
-        reckoned = template.kept_bytes(keep, zoo.B * zoo.T, 4)
+        reckoned = dict(template.sizes(4).kept)[keep] * zoo.B * zoo.T
         lse = 0 if template.attention.sinks else 4 * zoo.B * zoo.T * template.attention.hq      # kept on CUDA only
         assert sum(storages.values()) == max(reckoned - lse, 0), keep
         sizes.append(reckoned)

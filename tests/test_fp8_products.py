@@ -96,7 +96,7 @@ def test_each_product_is_that_of_the_codes_of_its_lines() -> None:
     matrix = w.joint(NAMES)
     near(w.product(NAMES, x), dense(x), dense(matrix))
     near(w.product(NAMES, x, BIASES), dense(x), dense(matrix), w.joint(BIASES).double().expand(T, -1))
-    near(w.product_onto(NAMES, base, x, 0.25), dense(x), dense(matrix), base.double(), factor=0.25)
+    near(w.product(NAMES, x, (), base, 0.25), dense(x), dense(matrix), base.double(), factor=0.25)
     near(w.input_grad(NAMES, dy), dense(dy), dense(matrix.t()))
     near(w.weight_grad(NAMES, dy, x), dense(dy.t()), dense(x.t()))
 
@@ -200,19 +200,19 @@ def test_errors_are_those_of_the_page(like: str) -> None:
 def test_sums_of_weight_gradients_grow_in_fp32() -> None:
     w, x, dy, _ = operands()
     total = torch.full((sum(N), K), float("nan"))
-    w.add_weight_grad(NAMES, dy, x, total, False)
+    w.weight_grad(NAMES, dy, x, total, False)
     near(total, dense(dy.t()), dense(x.t()))
     before = total.clone().double()
-    w.add_weight_grad(NAMES, dy, x, total, True)
+    w.weight_grad(NAMES, dy, x, total, True)
     near(total, dense(dy.t()), dense(x.t()), before)
 
 
 def test_forward_sums_are_fast_and_gradients_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = spied(monkeypatch, "fp8_gemm_", lambda *_, fast=False, **__: fast)
     w, x, dy, base = operands()
-    w.product(NAMES, x), w.product_onto(NAMES, base, x, 1.0)
+    w.product(NAMES, x), w.product(NAMES, x, (), base)
     w.input_grad(NAMES, dy), w.weight_grad(NAMES, dy, x)
-    w.add_weight_grad(NAMES, dy, x, torch.zeros(sum(N), K), True)
+    w.weight_grad(NAMES, dy, x, torch.zeros(sum(N), K), True)
     assert asked == [True, True, False, False, False]
 
 
@@ -233,11 +233,11 @@ def test_codes_that_wait_are_for_their_own_tensor() -> None:
 def test_what_does_not_fit_is_multiplied_as_it_was(dtype: torch.dtype, n: int, k: int) -> None:
     own = Weights({"a": torch.randn(n, k).to(dtype)})
     w, x, dy = Coded(own, {"a"}), torch.randn(16, k).to(dtype), torch.randn(16, n).to(dtype)
-    for name, args in (("product", (x,)), ("product_onto", (dy, x, 0.5)), ("input_grad", (dy,)), ("weight_grad", (dy, x))):
+    for name, args in (("product", (x,)), ("product", (x, (), dy, 0.5)), ("input_grad", (dy,)), ("weight_grad", (dy, x))):
         assert torch.equal(getattr(w, name)(("a",), *args), getattr(own, name)(("a",), *args))
     totals = torch.zeros(2, n, k)
-    w.add_weight_grad(("a",), dy, x, totals[0], False)
-    own.add_weight_grad(("a",), dy, x, totals[1], False)
+    w.weight_grad(("a",), dy, x, totals[0], False)
+    own.weight_grad(("a",), dy, x, totals[1], False)
     assert torch.equal(*totals)
 
 

@@ -44,7 +44,7 @@ def kept_by(model: nn.Module) -> list[str]:
     """What each layer's node keeps of a forward, the last one's first."""
     node, found = model(**padded(0)).logits.grad_fn, []
     while node is not None:
-        found += [node.keep] if hasattr(node, "keep") and node.fused.template.links else []
+        found += [node.keep] if hasattr(node, "keep") and node.fused.template.swaps else []
         node = node.next_functions[0][0] if node.next_functions else None
     return found
 

@@ -15,6 +15,9 @@ from megatrain_torch.fused.templates import attention
 from megatrain_torch.fused.templates.attention import Attention
 from megatrain_torch.fused.trial import MAGNITUDES
 from megatrain_torch.graph import hf_calls as masks_of
+from megatrain_torch.plans.cost import cost_of
+from megatrain_torch.plans.machine import MACHINES
+from megatrain_torch.plans.shapes import shapes_of
 from megatrain_torch.store.records import span_of
 
 FAMILIES = {"llama": fusing.lm("llama"), "qwen3": fusing.lm("qwen3", head_dim=8),
@@ -167,9 +170,10 @@ def test_queries_of_one_key_that_are_too_many_go_by_lengths(monkeypatch: pytest.
     plain = Attention(0.3, True)
     (right, right_kept), seen = plain.forward(q, k, v), []
     cudnn_takes(monkeypatch, 12 * 2 * 8 - 1, 1 << 20)
-    monkeypatch.setattr(Attention, "_by_flash", lambda self, *a: seen.append(self.packed.lengths) or (right, None))
+    monkeypatch.setattr(Attention, "_by_flash", lambda self, *a: seen.append(self._flash_options(*a[:2])[0][0].tolist())
+                        or (right, None))
     monkeypatch.setattr(Attention, "_flash_grads", lambda self, *a: (a[1], a[2], a[3], None))
-    assert plain.forward(q, k, v)[0] is right and seen == [(12,)]
+    assert plain.forward(q, k, v)[0] is right and seen == [[0, 12]]
     assert plain.backward(dout, q, k, v, right, right_kept)[3] is None
     with pytest.raises(RuntimeError, match="192 elements of queries have the same key head, at most 191"):
         plain.forward(q, k, v, torch.ones(4))
@@ -177,10 +181,12 @@ def test_queries_of_one_key_that_are_too_many_go_by_lengths(monkeypatch: pytest.
 
 def test_a_plan_counts_what_long_rows_copy() -> None:
     """Tokens of 8 bytes of q and 16 of q, k and v: both are copied from some length on."""
-    layer = FAMILIES["llama"]().model.layers[0]
-    found = templates.template(layer)
+    model = FAMILIES["llama"]()
+    found = templates.template(model.model.layers[0])
     q, qkv = found.attention.o.inputs, sum(found.attention.first.rows)
     most = attention.long_tokens(q, qkv)
-    assert most == min((1 << 31) // q, (9 << 28) // qkv) and found.copied(2) == (2 * (q + qkv), most)
-    each = found.work_bytes(most, 2) / most
-    assert found.work_bytes(most + 1, 2) == pytest.approx((most + 1) * (each + 2 * (q + qkv)), rel=1e-9)
+    assert most == min((1 << 31) // q, (9 << 28) // qkv) and found.sizes(2).copied == (2 * (q + qkv), most)
+    layer = shapes_of(model)("fp32").windows[1]
+    work = [cost_of(layer, MACHINES["h200-128g"], n, 64, True).work["saved"] for n in (most, most + 1)]
+    each = work[0] / most + 4 * (q + qkv)
+    assert layer.itemsize == 4 and work[1] == pytest.approx((most + 1) * each, rel=1e-9)

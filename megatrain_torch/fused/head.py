@@ -19,12 +19,11 @@ Letters: `T` tokens, `H` hidden, `V` vocabulary.
 """
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +37,7 @@ from ..graph import hf_calls
 from ..store.guard import HostTensor
 from ..store.records import Use
 from ..store.state import accumulators, graph_stays, in_backward, in_sight
-from .layer import Runner, casts
+from .layer import casts
 from .loss import linear_cross_entropy
 
 if TYPE_CHECKING:
@@ -78,40 +77,27 @@ def give_head(window: Window, module: nn.Module) -> None:
     window.head = None if window.unfit else Head(window)
 
 
-class Head(Runner):
+class Head:
     """What the window of a head knows of deferring.
 
     Attributes:
-        weight, bias: records of the plain Linear that it is. changed: why it is none any more; "": it is.
-        declined: why the last call's logits were made after all; "" when they were not.
+        weight, bias: records of the plain Linear that it is, at the last call.
+        declined: why that call's logits were made after all; "" when they were not.
     """
 
     def __init__(self, window: Window) -> None:
-        super().__init__(window)
+        self._window = weakref.ref(window)   # which has this
         self.by_param = {id(r.param): r for r in window.records}
         self.declined = ""
         self.calls: weakref.WeakSet[Logits] = weakref.WeakSet()
-        self.read()
 
-    def read(self) -> None:
-        """Is it the plain Linear that was streamed?"""
-        m = self.window.module
-        self.changed = unfit(m)
-        if self.changed:
-            return
-        named = dict(m.named_parameters())
-        if {id(p) for p in named.values()} != set(self.by_param):
-            self.changed = "its parameters are not those that it was streamed with"
-        elif getattr(self.window.inner, "__func__", None) is not LINEAR:
-            self.changed = "it has a forward of its own put in"
-        else:
-            self.weight = self.by_param[id(named["weight"])]
-            self.bias = self.by_param[id(named["bias"])] if "bias" in named else None
+    @property
+    def window(self) -> Window:
+        return self._window()
 
     def __call__(self, args: Any, kwargs: Any) -> Tensor | None:
         """Deferred logits, or None where the head's own code has to run."""
         hidden = args[0] if args else kwargs.get("input")
-        self.read()
         self.declined = self._why_not(hidden)
         if self.declined:
             return None
@@ -129,8 +115,15 @@ class Head(Runner):
 
     def _why_not(self, hidden: Any) -> str:
         m = self.window.module
-        if self.changed:
-            return self.changed
+        if why := unfit(m):
+            return why
+        named = dict(m.named_parameters())
+        if {id(p) for p in named.values()} != set(self.by_param):
+            return "its parameters are not those that it was streamed with"
+        if getattr(self.window.inner, "__func__", None) is not LINEAR:
+            return "it has a forward of its own put in"
+        self.weight = self.by_param[id(named["weight"])]
+        self.bias = self.by_param[id(named["bias"])] if "bias" in named else None
         if any(hf_calls.hooks_of([m])) or _has_any_global_hook():
             return "there are hooks on it"
         if type(hidden) is not Tensor or hidden.dim() < 2 or hidden.dtype != self.weight.dtype or not hidden.numel():
@@ -154,8 +147,7 @@ def vocabulary_dim(form: Tensor, v: int) -> int | None:
     return mine[0] if len(mine) == 1 and form.numel() else None
 
 
-@dataclasses.dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """What was done to each logit x: scale * (x + shift), or cap * tanh(scale * (x + shift)).
 
     shift: [V], or None for zero. cap: None: no soft cap.
@@ -308,7 +300,16 @@ class DeferredLogits(Tensor):
             out = follow(args[0], func, args[1:], kwargs)
             if out is not None:
                 return out
-        return _on_values(func, args, kwargs)
+        # On the real tensors, below autograd, which records it for the deferred ones.
+        deferred = [a for a in tree_leaves((args, kwargs)) if isinstance(a, cls)]
+        reader = str(func.overloadpacket)
+        if func._schema.is_mutable:          # values of all that was derived, before one of them is written in place
+            for born in [ref() for d in deferred for ref in d._logits.born]:
+                if born is not None:
+                    born.values(reader)
+        args, kwargs = tree_map(lambda a: a.values(reader) if isinstance(a, cls) else a, (args, kwargs))
+        out = func(*args, **kwargs)
+        return next((d for d in deferred if out is d._values), out)
 
     def values(self, reader: str) -> Tensor:
         """The real tensor, without history. reader: for whom, in words."""
@@ -363,19 +364,6 @@ class DeferredLogits(Tensor):
         return out
 
 
-def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """The operation on the real tensors. Runs below autograd, which records it for the deferred ones."""
-    deferred = [a for a in tree_leaves((args, kwargs)) if isinstance(a, DeferredLogits)]
-    reader = str(func.overloadpacket)
-    if func._schema.is_mutable:              # values of all that was derived, before one of them is written in place
-        for born in [ref() for d in deferred for ref in d._logits.born]:
-            if born is not None:
-                born.values(reader)
-    args, kwargs = tree_map(lambda a: a.values(reader) if isinstance(a, DeferredLogits) else a, (args, kwargs))
-    out = func(*args, **kwargs)
-    return next((d for d in deferred if out is d._values), out)
-
-
 # ---- operations that are followed ----
 
 def _view(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
@@ -401,13 +389,13 @@ def _times(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
         return None
     curve, factor = d._curve, number if func is aten.mul.Tensor else 1 / number
     more = {"scale": curve.scale * factor} if curve.cap is None else {"cap": curve.cap * factor}
-    return d.derived(torch.empty_like(d._form), (d, func, args, kwargs), dataclasses.replace(curve, **more))
+    return d.derived(torch.empty_like(d._form), (d, func, args, kwargs), curve._replace(**more))
 
 
 def _tanh(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
     if d._curve.cap is not None:
         return None
-    return d.derived(torch.empty_like(d._form), (d, func, args, kwargs), dataclasses.replace(d._curve, cap=1.0))
+    return d.derived(torch.empty_like(d._form), (d, func, args, kwargs), d._curve._replace(cap=1.0))
 
 
 def _add(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:

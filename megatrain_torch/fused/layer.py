@@ -12,6 +12,7 @@ graph; a backward through them raises.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterable
 from operator import eq
@@ -26,13 +27,13 @@ from ..base.codes import format_of, multiplies
 from ..base.modes import LINKED, Mode, inner
 from ..base.modes import read as mode_of
 from ..graph import hf_calls
+from ..graph.door import window_of
 from ..graph.frames import _pop, _push, check_versions, keep, refuse_create_graph, restored
 from ..graph.reader import Graph, Reader, Reading, Unreadable, modes_on, read, scope_of, stand_in
 from ..graph.swap import Bundle, Part
 from ..store.records import Use
 from ..store.state import accumulators, graph_stays, in_backward, in_sight, swap_window
 from .proof.experts import known_loop, opaque_loop
-from .proof.values import Refused
 from .templates import Template, template
 from .templates.parts import Unfit, arguments, codings_of, dtype_of, names_of, roles_of
 from .templates.weights import STRAND, Coded, Expanded, Pieces, Weights, fits
@@ -59,7 +60,7 @@ def wanted(compute: str, cuda: bool, dtypes: list[torch.dtype]) -> bool:
 def runs(module: nn.Module, device: str) -> Template:
     """The template that a module runs by on such a device, as things are now: mt.plan and the run have this answer. Of
     a streamed module, what its calls before the last look have shown counts too. Unfit: its own code runs."""
-    window = getattr(vars(module).get("forward"), "_call", None)
+    window = window_of(module)
     fused = getattr(window, "fused", None)
     if why := getattr(window, "unfit", "") if fused is None else fused.own:
         raise Unfit(why)
@@ -89,21 +90,15 @@ def template_of(rt: Any, window: Window, module: nn.Module) -> Fused | None:
     try:
         dtype = dtype_of(module, codings_of(module))
         if wanted(rt.compute, rt.is_cuda, [r.dtype for r in window.records] if dtype is None else [dtype]):
-            return Fused(window, module)
+            return Fused(window)
     except Unfit as reason:
         if wanted(rt.compute, rt.is_cuda, [torch.bfloat16]):
             window.unfit = str(reason)
     return None
 
 
-def give_codes(windows: list[Window]) -> None:
-    """Products of codes to the layers of a model that are to have them."""
-    for window in inner([w for w in windows if w.fused is not None and w.fused.template.coded]):
-        window.fused.coded = True
-
-
 def codable(windows: Iterable[tuple[str, nn.Module]]) -> list[nn.Module]:
-    """Of windows before they stream, those that `give_codes` would choose."""
+    """Of windows before they stream, those whose products are to be of codes."""
     found = []
     for _, module in windows:
         with contextlib.suppress(Unfit):
@@ -111,23 +106,11 @@ def codable(windows: Iterable[tuple[str, nn.Module]]) -> list[nn.Module]:
     return inner(found)
 
 
-class Runner:
-    """Runs a window in place of its module's own code. Knows its window weakly, which has it; a graph that may outlive
-    the model holds the window itself."""
-
-    def __init__(self, window: Window) -> None:
-        self._window = weakref.ref(window)
-
-    @property
-    def window(self) -> Window:
-        return self._window()
-
-
-class Fused(Runner):
-    """What a window knows of its template.
+class Fused:
+    """What a window knows of its template. Runs the window in place of its module's own code.
 
     Attributes:
-        template: of the module's structure, for sizes and for what all calls have in common. No call runs by it.
+        template: of the module's structure, for `sizes` and for what all calls have in common. No call runs by it.
         names: of the window's records, as that structure calls them; name#strand where they are a weight of codes.
         records: by names of weights; of one of codes, that which stands for it where modules read it.
         codings: of such weights, by their names. dtype: in which it computes. parameters: names of its forward's.
@@ -136,11 +119,11 @@ class Fused(Runner):
         idle: that was since nothing of the call needs a gradient: its own code keeps nothing of it either.
         own: why the module's own code runs it, by the last look; "": a template does.
         coded: the template's products are of codes of 8 bits, where it has any and their sizes allow it.
-        loops: modules below that loop over experts.
+        loops: modules below that loop over experts. coded_linears: a package's that multiply with codes, by name.
     """
 
-    def __init__(self, window: Window, module: nn.Module) -> None:
-        super().__init__(window)
+    def __init__(self, window: Window) -> None:
+        self._window = weakref.ref(window)   # which has this; a graph that may outlive the model holds it itself
         self.verdict: str | None = None
         self.declined = self.own = ""
         self._calm = 0                       # passes in which it ran by its template alone, since its own code did
@@ -148,6 +131,10 @@ class Fused(Runner):
         self.coded = self.idle = False
         self._reader = Reader()
         self.read()
+
+    @property
+    def window(self) -> Window:
+        return self._window()
 
     def read(self) -> None:
         """The module's structure, anew; Unfit where no template covers it, or it was streamed with other parameters."""
@@ -170,7 +157,8 @@ class Fused(Runner):
         self.dtype = dtype_of(module, self.codings) or window.records[0].dtype
         self.parameters = names_of(window.inner)
         self.template = template(module, window.runtime.device.type)
-        self._coded_linears = {n: m for n, m in module.named_modules() if format_of(dict.get(m._parameters, "weight"))}
+        self.sizes = self.template.sizes(self.dtype.itemsize)
+        self.coded_linears = {n: m for n, m in module.named_modules() if format_of(dict.get(m._parameters, "weight"))}
         mixture = [self.template.mlp.experts.gu] if self.template.routes else []
         self.loops = [module.get_submodule(n.rpartition(".")[0]) for n in mixture]
         self.split()
@@ -187,26 +175,24 @@ class Fused(Runner):
     def exact(self, names: tuple[str, ...]) -> Weights:
         """The weights by names of the window's records, as a template calls them, and those that codes stand for; of
         experts that are fetched a few at a time so many at once."""
-        window = self._window()
+        window, own = self._window(), {}
         ring = window.runtime.ring
-        if not ring.stacks:
-            return self._entire(window, names)
-        by_record = dict(zip(window.records, names))
-        own = {by_record[s.records[0]].partition(STRAND)[0]: s for s in window.stacks
-               if s.pieces[0].cut is not None or s.whole is not None}
-        if not own:
-            return self._entire(window, names)
-        return Pieces(lambda: self._entire(window, names), own, lambda piece: piece.made(ring))
+        if ring.stacks:
+            by_record = dict(zip(window.records, names))
+            own = {by_record[s.records[0]].partition(STRAND)[0]: s for s in window.stacks
+                   if s.pieces[0].cut is not None or s.whole is not None}
+        rest = functools.partial(self._entire, window, names)
+        return Pieces(rest, own, lambda piece: piece.made(ring)) if own else rest()
 
     def _entire(self, window: Window, names: tuple[str, ...]) -> Weights:
         w = window.runtime.ring.weights(window.units[0], names) if window.alone else \
             Weights(dict(zip(names, window.views(window.records))))
         return Expanded(w, self.codings, self.dtype) if self.codings else w
 
-    def operands(self, names: tuple[str, ...], wanted: frozenset[str] = frozenset()) -> Weights:
+    def operands(self, template: Template, names: tuple[str, ...], wanted: frozenset[str] = frozenset()) -> Weights:
         """What a forward, or a backward that wants these gradients, multiplies with."""
         w = self.exact(names)
-        return Coded(w, wanted) if self.coded and self.template.coded and not self._window().stacks else w
+        return Coded(w, wanted) if self.coded and template.coded and not self._window().stacks else w
 
     @property
     def products(self) -> str:
@@ -244,7 +230,7 @@ class Fused(Runner):
             reading = self._reading(window, x, args, kwargs, named)
             template = self._ready.get(reading) or self._tried(reading, x, named)
             x, call = template.take(window.module, x, named, reading.found[2])
-        except (Unfit, Refused) as reason:
+        except Unfit as reason:
             self.declined = str(reason)
             if not self.idle:                # the next look sees it
                 self._lately = self.declined
@@ -256,9 +242,21 @@ class Fused(Runner):
         mode = mode_of(keeps.mode_of(window))
         if mode.keep == LINKED:
             mode, link = self._linked(x, mode)
-        if link is not None or (mode.host and self.template.swaps):
-            return self._kept_elsewhere(template, x, call, mode, link)
-        return Layer.apply(self, template, call, mode, None, x, *window.params)
+        if link is None and not (mode.host and self.template.swaps):
+            return Layer.apply(self, template, call, mode, None, x, *window.params)
+        # x too is saved by way of the bundle, whose life then is that of the graph, or not at all.
+        bundle = Bundle(window.runtime.swap, window, mode.disk) if mode.host else None
+
+        def pack(t: Tensor) -> Any:
+            if link is not None:
+                return link
+            return keep(t) if bundle is None or bundle.input < 0 else Part(bundle, bundle.input)
+
+        _push(pack, restored)
+        try:
+            return Layer.apply(self, template, call, mode, bundle, x, *window.params)
+        finally:
+            _pop()
 
     def _tried(self, reading: Reading, x: Tensor, named: dict[str, Any]) -> Template:
         """The template of a call so read, tried on numbers once for all windows of a model for which the reading holds;
@@ -280,15 +278,15 @@ class Fused(Runner):
     # ---- what the module's code is ----
 
     def _reading(self, window: Window, x: Any, args: Any, kwargs: Any, named: dict[str, Any]) -> Reading:
-        """What is known of the module's code, for this call; Unfit or Refused where no template covers the module, or
-        the call, or where the code cannot be followed."""
+        """What is known of the module's code, for this call; Unfit where no template covers the module or the call, or
+        where the code cannot be followed."""
         inner, reader = window.inner, self._reader
         if not all(map(eq, self._children, self._before)):       # no guard sees children of one class trade places
             self.read()
 
         def key() -> tuple[Any, ...]:
             """What guards do not look at: weights, packages' products with codes, loops over experts."""
-            for name, m in self._coded_linears.items():
+            for name, m in self.coded_linears.items():
                 if why := multiplies(m, self.dtype):
                     raise Unfit(f"{name}: {why}")
             return getattr(inner, "__func__", type(inner)), self._known, tuple(map(known_loop, self.loops))
@@ -311,7 +309,14 @@ class Fused(Runner):
         """The call read, its graph compared with the template. The reading's `found` is settings of the template, what
         is against it, and by which name each argument comes that has a role."""
         from .proof.prove import prove  # sympy comes with it, which only fused models wait for
-        module, weights, template = self.window.module, self._stand_ins(), self.template
+        window, template, weights = self.window, self.template, {}
+        module, slots = window.module, dict(zip(window.records, window.views(window.records)))
+        for name, record in self.records.items():        # where codes stand for a weight, one without memory of its own
+            like, t = self.codings.get(name), slots.get(record)
+            if like is not None or t is None:
+                shape, dtype = (record.shape, record.dtype) if like is None else (like.shape, like.dtype or self.dtype)
+                t = torch.empty((), dtype=dtype, device=window.runtime.device).expand(tuple(shape))
+            weights[name] = stand_in(t, record)
         x, named = arguments(self.parameters, scope["args"][scope["args"][:1] == (module,):], scope["kwargs"])
 
         def judge(graph: Graph | None, writes: str) -> tuple[tuple[Any, ...], str, dict[str, str]]:
@@ -319,10 +324,10 @@ class Fused(Runner):
                 return (), f"its code has side effects: {writes}", {}
             try:
                 return prove(graph, template, module, weights, x, named), "", roles_of(named)
-            except Refused as reason:
+            except Unfit as reason:
                 return (), str(reason), {}
 
-        forwards = plain_linears(module, weights, self.dtype)
+        forwards = plain_linears(self, weights)
         for m in self.loops:
             e = template.mlp.experts
             forwards.append((m, opaque_loop(m, 2 * e.inter, [weights[n] for n in sorted(e.names)])))
@@ -333,36 +338,6 @@ class Fused(Runner):
         finally:
             swap_window(outer)
 
-    def _stand_ins(self) -> dict[str, Tensor]:
-        """Parameters by name: the slots', and where codes stand for a weight one without memory of its own."""
-        window, made = self.window, {}
-        found = dict(zip(window.records, window.views(window.records)))
-        for name, record in self.records.items():
-            like, t = self.codings.get(name), found.get(record)
-            if like is not None or t is None:
-                shape, dtype = (record.shape, record.dtype) if like is None else (like.shape, like.dtype or self.dtype)
-                t = torch.empty((), dtype=dtype, device=window.runtime.device).expand(tuple(shape))
-            made[name] = stand_in(t, record)
-        return made
-
-    # ---- where the input is kept ----
-
-    def _kept_elsewhere(self, template: Template, x: Tensor, call: Any, mode: Mode, link: Link | None) -> Tensor:
-        """x too is saved by way of the bundle, whose life then is that of the graph, or not at all."""
-        window = self.window
-        bundle = Bundle(window.runtime.swap, window, mode.disk) if mode.host else None
-
-        def pack(t: Tensor) -> Any:
-            if link is not None:
-                return link
-            return keep(t) if bundle is None or bundle.input < 0 else Part(bundle, bundle.input)
-
-        _push(pack, restored)
-        try:
-            return Layer.apply(self, template, call, mode, bundle, x, *window.params)
-        finally:
-            _pop()
-
     def _linked(self, x: Tensor, mode: Mode) -> tuple[Mode, Link | None]:
         """The mode that a linked window so given its input can have, and what stands for that.
 
@@ -372,7 +347,7 @@ class Fused(Runner):
         node: Any = x.grad_fn
         if not isinstance(node, Layer._backward_cls):
             return mode._replace(keep="replay"), None
-        may = self.template.links and node.template.links and node.keep != LINKED and node.kept is not None
+        may = self.template.swaps and node.template.swaps and node.keep != LINKED and node.kept is not None
         made_from = node.kept[0].out if may else None    # attention's output; None: attention would have to run again
         if made_from is None:
             return mode._replace(keep="attention"), None
@@ -396,7 +371,7 @@ class Layer(torch.autograd.Function):
         ctx.use = Use(window.trainable) if in_backward() == -1 else None
         ctx.set_materialize_grads(False)
         ctx.position = window.runtime.swap.position
-        y, kept = template.forward(x, fused.operands(ctx.names), call, mode.keep)
+        y, kept = template.forward(x, fused.operands(template, ctx.names), call, mode.keep)
         if bundle is not None:               # on its way off the device, but for what is small
             may = bundle.swap.may
             kept = tree_map_only(Tensor, lambda t: bundle.add(t) if may(t) else t, kept)
@@ -426,8 +401,9 @@ class Layer(torch.autograd.Function):
                 kept = tree_map_only(Part, Part.tensor, kept)
             del bundle
             with rt.keeps.memory():
-                dx, grads = template.backward(dy.contiguous(), x, kept, fused.operands(ctx.names, ctx.wanted), ctx.call,
-                                              ctx.wanted, ctx.needs_input_grad[5])
+                dx, grads = template.backward(
+                    dy.contiguous(), x, kept, fused.operands(template, ctx.names, ctx.wanted), ctx.call, ctx.wanted,
+                    ctx.needs_input_grad[5])
             found = list(map(grads.get, ctx.trained_names))
         taken = rt.handover.take(ctx.records, ctx.use, nodes, tuple(found))
         if not graph_stays():
@@ -461,4 +437,4 @@ class Link:
         check_versions(node.window, node.versions)
         with node.window.runtime.trace.during(node.window, "replay"), torch.no_grad():
             out = self.made_from.tensor() if type(self.made_from) is Part else self.made_from
-            return node.template.again(x, out, fused.operands(node.names), node.call, node.keep)
+            return node.template.again(x, out, fused.operands(node.template, node.names), node.call, node.keep)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from ..base.codes import format_of, multiplies
+from ..base.codes import format_of
 from ..graph.frames import SavedFrame
 from ..graph.stacks import Stack
 from .proof.experts import loop_of
@@ -49,25 +49,19 @@ def put_in(forwards: list[tuple[nn.Module, Any]]) -> Iterator[None]:
             del vars(m)["forward"]
 
 
-def plain_linears(module: nn.Module, weights: Any, dtype: torch.dtype) -> list[tuple[nn.Module, Any]]:
+def plain_linears(fused: Any, weights: Any) -> list[tuple[nn.Module, Any]]:
     """A package's linear layers, and forwards by which they multiply with these weights, by name, as plain nn.Linear
-    do. Unfit where one is not as its package has it. dtype: in which the layer computes.
+    do. fused: layer.Fused.
 
     A package's product is its own kernel's, of its own arguments: nothing that can be followed on fake tensors. What it
     computes is taken from it: a product with the weights that its codes stand for, where the module is of the package's
-    own class, runs that class's own code and computes in the layer's type. That those weights are the package's is seen
-    on the module's data (Trial)."""
+    own class, runs that class's own code and computes in the layer's type (`multiplies`). That those weights are the
+    package's is seen on the module's data (Trial)."""
     def plain(m: nn.Module, weight: Tensor) -> Any:
         return lambda x: F.linear(x, weight, m.bias)
 
-    found = []
-    for prefix, m in module.named_modules():
-        format = format_of(dict.get(m._parameters, "weight"))
-        if format is not None and (why := multiplies(m, dtype)):
-            raise Unfit(f"{prefix}: {why}")
-        if format is not None and format.linear:
-            found.append((m, plain(m, weights[f"{prefix}.weight"])))
-    return found
+    return [(m, plain(m, weights[f"{name}.weight"])) for name, m in fused.coded_linears.items()
+            if format_of(dict.get(m._parameters, "weight")).linear]
 
 
 class InFp32(TorchDispatchMode):
@@ -106,8 +100,7 @@ class Trial:
             self._compare_codes()
             for magnitude, last in itertools.product(MAGNITUDES, (False, True)):
                 with torch.autocast(x.device.type, enabled=False):       # it is to the weights' own type, if at all
-                    if why := self._compare(x, kwargs, magnitude, last):
-                        return why
+                    self._compare(x, kwargs, magnitude, last)
         except Unfit as reason:
             return str(reason)
         return ""
@@ -128,8 +121,8 @@ class Trial:
             if not same:
                 raise Unfit(f"the codes of {name} stand for other numbers than {whole.format.name}'s own code makes")
 
-    def _compare(self, x: Tensor, kwargs: Any, magnitude: float, last: bool) -> str:
-        """For one random input."""
+    def _compare(self, x: Tensor, kwargs: Any, magnitude: float, last: bool) -> None:
+        """For one random input. Unfit: the template is further off."""
         rng, dtype = torch.Generator(x.device).manual_seed(0), self.fused.dtype
         x, kwargs = self.template.small(x, rng, TRIAL_TOKENS, kwargs, last)
         if x.is_floating_point():
@@ -147,9 +140,8 @@ class Trial:
             ours = _errors(exact, self._templates(x, dy, kwargs))
         for name, error in ours.items():
             if not error <= FURTHER * theirs[name] + NOISE.get(dtype, 1e-5):
-                return (f"on random data the template's {name} is off from fp32 by {error:.1e} (relative), "
-                        f"the module's own code by {theirs[name]:.1e}")
-        return ""
+                raise Unfit(f"on random data the template's {name} is off from fp32 by {error:.1e} (relative), "
+                            f"the module's own code by {theirs[name]:.1e}")
 
     @contextlib.contextmanager
     def _noting_choices(self) -> Iterator[list[Tensor]]:
@@ -170,7 +162,7 @@ class Trial:
     def _in_fp32(self, x: Tensor, kwargs: Any) -> Run:
         """The module's own code in fp32; of a package's products, and of loops over experts, in plain torch."""
         fused, bound = self.fused, self.window.bind_leaves()
-        plain = plain_linears(self.window.module, fused.exact(fused.names), fused.dtype)
+        plain = plain_linears(fused, fused.exact(fused.names))
         try:
             with put_in([*plain, *((m, types.MethodType(loop_of(m), m)) for m in fused.loops)]), InFp32():
                 return self._run(bound, *_widened((x, kwargs)))
@@ -178,7 +170,7 @@ class Trial:
             raise Unfit(f"its code cannot be run in fp32: {str(error).strip().splitlines()[0]}") from error
 
     def _run(self, bound: Any, x: Tensor, kwargs: Any) -> Run:
-        x = x.detach().requires_grad_(self.template.differentiable_input)
+        x = x.detach().requires_grad_(x.is_floating_point())
         with torch.enable_grad():            # no graph of a look holds a slot
             y = self.window.run((x,), kwargs, bound, SavedFrame(self.window))
         if not isinstance(y, Tensor):

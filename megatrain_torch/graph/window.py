@@ -117,11 +117,6 @@ class Window:
         return ", ".join(filter(None, ("template", self.fused.products, pieces)))
 
     @property
-    def item(self) -> int:
-        """Bytes of an activation's element, of a window that a template runs."""
-        return self.fused.dtype.itemsize
-
-    @property
     def keeps(self) -> str:
         """What is done about activations; "auto" before the first pass has decided."""
         rt = self.runtime

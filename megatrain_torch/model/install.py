@@ -22,9 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ..base import patches
 from ..base.codes import Coded, coded
 from ..base.errors import MegatrainError
+from ..base.modes import inner
 from ..base.units import Found
 from ..fused.head import give_head, head_of
-from ..fused.layer import give_codes, template_of, wanted
+from ..fused.layer import template_of, wanted
 from ..graph import hf_calls
 from ..graph.door import Installed, method_of
 from ..graph.window import Window
@@ -70,7 +71,8 @@ def install(rt: Runtime, root: nn.Module, found: Found, modes: str | dict[str, s
         rt.all_windows.append(weakref.ref(w))
         _put(m, "forward", w)
     if rt.products == "fp8":
-        give_codes(rt.windows)
+        for w in inner([w for w in rt.windows if w.fused is not None and w.fused.template.coded]):
+            w.fused.coded = True
     for _, m in found.containers:
         _put(m, "forward", _container(rt, m, "forward"))
         _put(m, "_call_impl", _container(rt, m, "_call_impl"))       # if another forward is put over ours (TRL)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from ..base.modes import DISK, HOST, LINKED, read
 from ..fused.loss import chunk_tokens
-from ..fused.templates import spared
 from .machine import Machine
 from .shapes import Product, Window
 
@@ -160,7 +159,7 @@ class _Run:
             straight, *(2 * p.fan_out + p.fan_in for p in of), 0))
             for mode in kept for n in [min(tokens, t.tiled[1] or tokens) if mode != "saved" else tokens]}
         by_rows = self.m.device == "cuda" and not w.context and tokens == seq >= t.long[2]
-        in_tiles = spared(t.tiled, tokens) + (copied + tokens * t.long[0] - t.long[1]) * by_rows
+        in_tiles = t.spared(tokens) + (copied + tokens * t.long[0] - t.long[1]) * by_rows
         return ({mode: math.ceil(tokens * (t.input * (mode != LINKED) + n)) for mode, n in kept.items()},
                 {mode: math.ceil(tokens * (t.input * (mode == LINKED) + t.work - n)) - (mode != "saved") * in_tiles
                  + copied + codes[mode] + t.expanded[0] for mode, n in kept.items()})

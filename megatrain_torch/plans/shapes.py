@@ -20,7 +20,7 @@ from torch import nn
 
 from ..base.codes import dense_bytes, elements, format_of, owner_of
 from ..base.errors import MegatrainError, check_count, check_dtype
-from ..base.modes import KEEPS, LINKED, check_layers, inner, master_bytes, moment_bytes
+from ..base.modes import check_layers, inner, master_bytes, moment_bytes
 from ..base.units import (
     ADAPTER,
     ALIGN,
@@ -33,11 +33,9 @@ from ..base.units import (
     weight_bytes,
 )
 from ..fused.layer import runs
-from ..fused.templates import Unfit
+from ..fused.templates import Sizes, Unfit
 from ..graph.door import window_of
 from ..store.bases import shape_codes
-
-MANY_TOKENS = 1 << 14        # of which a template is asked what it keeps; taken to be in proportion
 
 
 @dataclass(frozen=True)
@@ -94,26 +92,6 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Template:
-    """What a template keeps and needs, in bytes per token, where nothing else is said."""
-
-    input: float
-    kept: tuple[tuple[str, float], ...]         # by mode, beside the input
-    work: float                                 # that backward needs at most beside the input
-    # Of that, where gate|up is not kept: what only so many rows have at a time, those rows, and bytes besides.
-    tiled: tuple[int, int, int] = (0, 0, 0)
-    copied: tuple[int, int] = (0, 0)            # besides, where there are more tokens than the second
-    # What a single row of so many tokens, the third, spares backward where gate|up is not kept, and bytes besides.
-    long: tuple[int, int, int] = (0, 0, 1 << 62)
-    expanded: tuple[int, int] = (0, 0)          # bytes of weights made of codes: of most there are at once, and of all
-    # Of a mixture, and where experts are fetched a few at a time: bytes of weights made of their codes, and bytes per
-    # token, that as many have at once.
-    experts: tuple[int, int, int] = (0, 0, 0)
-    parts: int = 1                              # how often others of them come
-    cached: int = 0                             # keys and values, where the configuration has a forward gather them
-
-
-@dataclass(frozen=True)
 class Window:
     """One window. Windows with equal `shape` cost the same."""
 
@@ -121,7 +99,7 @@ class Window:
     kind: str                   # "embedding", "layer" (has attention), "head" (gives the logits) or "other"
     units: tuple[int, ...]      # whose weights it binds
     products: tuple[Product, ...]
-    template: Template | None   # what the template that runs it keeps; None: its own code runs
+    template: Sizes | None      # what the template that runs it keeps; None: its own code runs
     hidden: int                 # elements of what it is given per token
     attention: int              # width of all query heads; where values' heads have another, the mean of both
     heads: int                  # query heads
@@ -310,7 +288,11 @@ def _window(root: nn.Module, configs: list[Any], name: str, module: nn.Module, u
     if any(p.part == "latent" for p in products):
         of_q, of_v = (_attribute([], module, (name,), 1) for name in ("qk_head_dim", "v_head_dim"))
         width = q_width * (of_q + of_v) // (2 * of_v)
-    found, why = _template(module, item, device)
+    found, why = None, ""                # what the template that runs it keeps, or why there is none
+    try:
+        found = runs(module, device).sizes(item)
+    except Unfit as reason:
+        why = str(reason)
     config = next((c for m in module.modules() if (c := getattr(m, "config", None)) is not None), None)
     return Window(name, kind, tuple(dict.fromkeys(unit_of[id(p)] for p in module.parameters())), products,
                   found, _hidden(products, parameters), width,
@@ -326,19 +308,6 @@ def _window(root: nn.Module, configs: list[Any], name: str, module: nn.Module, u
 def attends(module: nn.Module) -> bool:
     """Is it a layer, one with attention?"""
     return any(p.dim() > 1 and _part(n) == "qkv" for n, p in module.named_parameters())
-
-
-def _template(module: nn.Module, item: int, device: str) -> tuple[Template | None, str]:
-    """And why there is none."""
-    try:
-        found = runs(module, device)
-    except Unfit as reason:
-        return None, str(reason)
-    n = MANY_TOKENS
-    kept = tuple((mode, found.kept_bytes(mode, n, item) / n) for mode in (*KEEPS, LINKED))
-    return Template(found.input_bytes(n, item) / n, kept, found.work_bytes(n, item) / n, found.tiled(item),
-                    found.copied(item), found.long(item), found.expanded(item),
-                    found.experts(item), cached=found.cached * item), ""
 
 
 def _products(configs: list[Any], module: nn.Module, matrices: dict[str, nn.Parameter],

@@ -2,5 +2,5 @@
 
 prove      a module's graph, as torch._dynamo reads it (graph/reader.py), against its template, put together from forms
 values     expressions and their numbers
-forms      what templates stand for, in plain torch; experts: loops, by their text
+experts    loops over experts, known by their text
 """

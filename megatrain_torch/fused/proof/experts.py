@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .values import Refused, Values, opaque
+from ..templates.parts import Unfit
+from .values import Values, opaque
 
 # The loops of transformers 5.17 to 5.23, and by what they gate: act_fn(gate) * up, or the module's _apply_gate.
 LOOPS = {
@@ -48,19 +49,19 @@ def _librarys(function: Any) -> bool:
 
 
 def known_loop(module: nn.Module) -> tuple[Any, ...]:
-    """By what a module of experts gates, and all that says so: as long as that is the same, so is the loop. Refused:
+    """By what a module of experts gates, and all that says so: as long as that is the same, so is the loop. Unfit:
     its forward is none of LOOPS, nor one of transformers' own ways to do the same."""
     kind, name = type(module), type(module).__name__
     own = loop_of(module)
     if "forward" in vars(module):
-        raise Refused(f"{name} has a forward of its own put in")
+        raise Unfit(f"{name} has a forward of its own put in")
     gated, words = _known(own.__code__)
     if not gated:
-        raise Refused(f"the forward of {name} is none of the known loops over experts")
+        raise Unfit(f"the forward of {name} is none of the known loops over experts")
     for word in words:                                   # which mean what they mean in transformers
         value = own.__globals__.get(word)
         if value is not None and not (isinstance(value, types.ModuleType) and value.__name__.startswith("torch")):
-            raise Refused(f"{word} is none of torch's in the forward of {name}")
+            raise Unfit(f"{word} is none of torch's in the forward of {name}")
     if own is kind.forward:
         return gated, own
     how = getattr(getattr(module, "config", None), "_experts_implementation", None)
@@ -68,7 +69,7 @@ def known_loop(module: nn.Module) -> tuple[Any, ...]:
         return gated, own, how
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     if how not in ("grouped_mm", "batched_mm") or not _librarys(ALL_EXPERTS_FUNCTIONS[how]):
-        raise Refused(f"experts by {how!r}")
+        raise Unfit(f"experts by {how!r}")
     return "_apply_gate", own, how, ALL_EXPERTS_FUNCTIONS[how]
 
 

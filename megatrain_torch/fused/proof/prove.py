@@ -11,7 +11,7 @@ import logging
 import operator
 import re
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,14 +23,161 @@ from torch.nn import functional as F
 from ... import ops
 from ...graph.reader import Graph, cached
 from ..templates import Template
+from ..templates.attention_half import Rotary
 from ..templates.decoder import Embedding, LoneNorm
 from ..templates.moe import Facts
-from ..templates.parts import Linears, Norm, roles_of
-from . import forms
+from ..templates.parts import Linears, Norm, Unfit, roles_of
 from .experts import expert_rows, experts_down, opaque_ops
-from .values import Functions, Refused, Values, operands
+from .values import Functions, Values, operands, repeated
 
 TELLER = logging.getLogger("torch._subclasses.fake_tensor")
+
+# ---- forms, in which models write a part down: definitions in plain torch ------------------------------
+# Those of one style or kind have one meaning; they differ in what is rounded when, or in how it is spelled. Which form
+# a module has is found by its numbers (values.py), so that a form more costs nothing but its lines, and a way that none
+# has is refused. Letters: B rows, S tokens of each, D head size, hq and hk heads, T = B S, E experts, k of them a
+# token's.
+
+def _hat(x: Tensor, eps: float, root: Callable[[Tensor], Tensor] = torch.rsqrt) -> Tensor:
+    wide = x.float()
+    return wide * root(wide.pow(2).mean(-1, keepdim=True) + eps)
+
+
+# (x [..., n], weight [n], eps) -> [..., n]
+NORMS: list[tuple[int, Callable[[Tensor, Tensor, float], Tensor]]] = [
+    (ops.ROUND_FIRST, lambda x, w, eps: w * _hat(x, eps).to(x.dtype)),
+    (ops.ROUND_LAST, lambda x, w, eps: (w * _hat(x, eps)).to(x.dtype)),
+    (ops.ROUND_LAST, lambda x, w, eps: (w.float() * _hat(x, eps)).to(x.dtype)),
+    (ops.ROUND_LAST, lambda x, w, eps: (w.float() * _hat(x, eps, lambda t: torch.pow(t, -0.5))).to(x.dtype)),
+    (ops.ROUND_LAST, lambda x, w, eps: F.rms_norm(x, (x.shape[-1],), w, eps)),
+    (ops.ONE_PLUS, lambda x, w, eps: (_hat(x, eps) * (1.0 + w.float())).to(x.dtype)),
+    (ops.ONE_PLUS, lambda x, w, eps: (_hat(x, eps) * (1.0 + w)).to(x.dtype)),
+]
+ACTIVATIONS: list[tuple[int, Callable[[Tensor], Tensor]]] = [
+    (ops.SILU, F.silu),
+    (ops.GELU_TANH, lambda x: F.gelu(x, approximate="tanh")),
+    (ops.GELU_TANH,
+     lambda x: 0.5 * x * (1.0 + torch.tanh((2.0 / torch.pi) ** 0.5 * (x + 0.044715 * torch.pow(x, 3.0))))),
+    (ops.GELU, F.gelu),
+    (ops.GELU, lambda x: x * 0.5 * (1.0 + torch.erf(x / 2.0 ** 0.5))),
+]
+
+
+# Rotary embeddings: (q or k [B, h, S, D], cos, sin [B or 1, S, R]) -> as q
+
+def _half_turned(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), -1)
+
+
+def _pair_turned(x: Tensor) -> Tensor:
+    return torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, turn: Callable[[Tensor], Tensor], part: bool | None = None) -> Tensor:
+    """part: only the first R of D numbers are rotated, the rest is passed; None: where R is not D."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    r = cos.shape[-1]
+    part = r != x.shape[-1] if part is None else part
+    first = x[..., :r] if part else x
+    y = (first * cos + turn(first) * sin).to(x.dtype)
+    return torch.cat((y, x[..., r:]), -1) if part else y
+
+
+def _first_half(t: Tensor) -> Tensor:
+    return t[..., :t.shape[-1] // 2]
+
+
+def _repeated(cos: Tensor, sin: Tensor) -> Iterator[Tensor]:
+    """The angles of the first half, each at both places of its pair: [B or 1, 1, S, R]."""
+    return (_first_half(t.unsqueeze(1)).repeat_interleave(2, dim=-1) for t in (cos, sin))
+
+
+def _first_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = _repeated(cos, sin)
+    first, rest = x[..., :cos.shape[-1]], x[..., cos.shape[-1]:]
+    return torch.cat((first * cos + _pair_turned(first) * sin, rest), -1)
+
+
+def _first_pairs_wide(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = _repeated(cos, sin)
+    return (x.float() * cos + _pair_turned(x).float() * sin).to(x.dtype)
+
+
+def _apart(a: Tensor, b: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Of the first and the second of all pairs, angles once for each: the first of all, then the second of all."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+_HALVES, _PAIRS, _FIRST = Rotary(), Rotary(interleaved=True), Rotary(interleaved=True, first=True)
+ROTARIES: list[tuple[Rotary, Callable[[Tensor, Tensor, Tensor], Tensor]]] = [
+    (_HALVES, lambda x, cos, sin: _turned(x, cos, sin, _half_turned)),
+    (_HALVES, lambda x, cos, sin: _turned(x, cos, sin, _half_turned, True)),
+    (_HALVES, lambda x, cos, sin: _turned(x.float(), cos.float(), sin.float(), _half_turned).to(x.dtype)),
+    (_PAIRS, lambda x, cos, sin: _turned(x, cos, sin, _pair_turned)),
+    (_PAIRS, lambda x, cos, sin: _turned(x.float(), cos, sin, _pair_turned, False).to(x.dtype)),
+    (_FIRST, _first_pairs),
+    (_FIRST, _first_pairs_wide),
+    (Rotary(short=True), lambda x, cos, sin: _apart(*torch.chunk(x, 2, dim=-1), cos, sin)),
+    (_FIRST._replace(parted=True),
+     lambda x, cos, sin: _apart(x[..., 0::2], x[..., 1::2], _first_half(cos), _first_half(sin))),
+]
+
+
+# Attention: q [B, hq, S, D], k, v [B, hk, S, D], mask [B, 1, S, S] -> [B, hq, S, D]
+
+def _logits(q: Tensor, k: Tensor, mask: Tensor | None, scale: float, cap: float = 0.0) -> Tensor:
+    """Capped where cap > 0."""
+    w = torch.matmul(q, repeated(k, q.shape[1] // k.shape[1]).transpose(2, 3)) * scale
+    if cap:
+        w = torch.tanh(w / cap) * cap
+    return w if mask is None else w + mask
+
+
+def spelled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float = 0.0) -> Tensor:
+    w = F.softmax(_logits(q, k, mask, scale, cap), dim=-1, dtype=torch.float32).to(q.dtype)
+    return torch.matmul(w, repeated(v, q.shape[1] // v.shape[1]))
+
+
+def with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor) -> Tensor:
+    w = _logits(q, k, mask, scale)
+    w = torch.cat((w, sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)), -1)
+    w = w - w.max(dim=-1, keepdim=True).values
+    w = F.softmax(w, dim=-1, dtype=w.dtype)[..., :-1].to(v.dtype)
+    return torch.matmul(w, repeated(v, q.shape[1] // v.shape[1]))
+
+
+def with_sinks_behind(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor) -> Tensor:
+    """The same by the share of a row that its sink leaves: sigmoid(lse - sink)."""
+    share = (torch.logsumexp(_logits(q, k, mask, scale), dim=-1) - sinks.view(1, -1, 1)).to(torch.float32).sigmoid()
+    out = spelled(q, k, v, mask, scale)
+    return out * share.unsqueeze(-1).to(out.dtype)
+
+
+def of_groups(choice: Tensor, experts: int, groups: int, best: int) -> Tensor:
+    """A router's scores [T, E]; those of all but the best groups are hidden: none, where there is one group."""
+    of_group = choice.view(-1, groups, experts // groups).topk(2, dim=-1)[0].sum(dim=-1)
+    mask = torch.zeros_like(of_group)
+    mask.scatter_(1, torch.topk(of_group, k=best, dim=-1, sorted=False)[1], 1)
+    mask = mask.unsqueeze(-1).expand(-1, groups, experts // groups).reshape(-1, experts)
+    return choice.masked_fill(~mask.bool(), float("-inf"))
+
+
+def gate(act: Callable[[Tensor], Tensor], z: Tensor, interleaved: bool) -> Tensor:
+    """[R, I] of experts' z [R, 2 I]."""
+    a, u = (z[..., ::2], z[..., 1::2]) if interleaved else z.chunk(2, dim=-1)
+    return act(a) * u
+
+
+def clamped_gate(z: Tensor, interleaved: bool) -> Tensor:
+    """GPT-OSS' own: csrc/ops/glu.h has the numbers."""
+    a, u = (z[..., ::2], z[..., 1::2]) if interleaved else z.chunk(2, dim=-1)
+    a, u = a.clamp(min=None, max=7.0), u.clamp(min=-7.0, max=7.0)
+    return (u + 1) * (a * torch.sigmoid(a * 1.702))
+
+
+# ---- the proof -----------------------------------------------------------------------------------------
 
 
 class Proof(torch.fx.Interpreter):
@@ -39,7 +186,7 @@ class Proof(torch.fx.Interpreter):
 
     Attributes:
         read: the graph. known: so many expressions the module's own code makes: those with smaller numbers.
-        gathered: numbers of what a key-value cache was given. w: weights by name, in forms.
+        gathered: numbers of what a key-value cache was given. w: weights by name.
     """
 
     def __init__(self, graph: Graph, named: dict[int, tuple[str, Tensor]]) -> None:
@@ -90,18 +237,18 @@ class Proof(torch.fx.Interpreter):
         self.gathered += map(self.values.of, tensors)
 
     def choose(self, what: str, candidates: Iterable[Any], run: Callable[[Any], Any]) -> tuple[Any, Any]:
-        """The first candidate of which `run` gives what the module's own code has too, and that; else Refused."""
+        """The first candidate of which `run` gives what the module's own code has too, and that; else Unfit."""
         for candidate in candidates:
             before, TELLER.disabled = TELLER.disabled, True  # torch prints what fails on fake tensors, caught or not
             try:
                 out = run(candidate)
-            except (RuntimeError, IndexError, Refused):      # sizes, or parts, that are not for this form
+            except (RuntimeError, IndexError, Unfit):      # sizes, or parts, that are not for this form
                 continue
             finally:
                 TELLER.disabled = before
             if all(self.values.of(t) < self.known for t in (out if isinstance(out, tuple) else (out,))):
                 return candidate, out
-        raise Refused(f"{what}: {self.difference()}")
+        raise Unfit(f"{what}: {self.difference()}")
 
     def difference(self, ours: Sequence[int | None] = (), theirs: Sequence[int | None] | None = None) -> str:
         """What the module computes and no form has made, tried ones among them: the first such expression."""
@@ -175,7 +322,7 @@ class Proof(torch.fx.Interpreter):
             return x
         w = self.w[norm.weight]
         self._style, y = self.choose(            # a norm that had it: the next has it too, mostly
-            norm.weight.removesuffix(".weight"), sorted(forms.NORMS, key=lambda one: one != self._style),
+            norm.weight.removesuffix(".weight"), sorted(NORMS, key=lambda one: one != self._style),
             lambda one: one[1](x, w, norm.eps))
         norm.style = self._style[0]
         return y
@@ -195,20 +342,19 @@ class Proof(torch.fx.Interpreter):
         """What stands side by side, one by one: of one matrix, cut to these widths."""
         if len(linears.weights) > 1:
             return [self._linear(linears, x, n) for n in range(len(linears.weights))]
-        whole, ends = self._linear(linears, x), list(itertools.accumulate(parts))
-        return list(whole.chunk(2, dim=-1)) if len(parts) == 2 else [
-            whole[..., end - n:end] for n, end in zip(parts, ends)]
+        return list(self._linear(linears, x).split(parts, -1))
 
     def _attention(self, x: Tensor) -> Tensor:
         a, mask = self.a, self.mask
         q, k, v = (self._latent_heads if a.latent else self._own_heads)(x)
         if a.kind == "sdpa":
-            out = forms.sdpa(q, k, v, mask, a.scale, a.causal and mask is None)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=a.scale, enable_gqa=True,
+                                                 is_causal=a.causal and mask is None)
         elif a.sinks:
-            out = self.choose("attention with sinks", forms.SINKS,
-                                      lambda form: form(q, k, v, mask, a.scale, self.w[a.sinks]))[1]
+            out = self.choose("attention with sinks", (with_sinks, with_sinks_behind),
+                              lambda form: form(q, k, v, mask, a.scale, self.w[a.sinks]))[1]
         else:
-            out = forms.spelled(q, k, v, mask, a.scale, a.cap)
+            out = spelled(q, k, v, mask, a.scale, a.cap)
         return out.transpose(1, 2).reshape(*x.shape[:-1], a.o.inputs)
 
     def _own_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -227,9 +373,9 @@ class Proof(torch.fx.Interpreter):
         if a.rotary is None or self.cos is None:
             a.rotary = None
             return heads
-        kinds = [one for one in forms.ROTARIES if one[0].parted == a.parted]
+        kinds = [one for one in ROTARIES if one[0].parted == a.parted]
         (a.rotary, form), first = self.choose("its rotary embedding", kinds,
-                                                  lambda one: one[1](heads[0], self.cos, self.sin))
+                                              lambda one: one[1](heads[0], self.cos, self.sin))
         return first, *(form(t, self.cos, self.sin) for t in heads[1:])
 
     def _latent_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -258,13 +404,13 @@ class Proof(torch.fx.Interpreter):
             return self._normed(norm, t).view(shape).transpose(1, 2)
         try:
             return self._normed(norm, t.view(shape)).transpose(1, 2)
-        except Refused:
+        except Unfit:
             return self._normed(norm, t.view(shape).transpose(1, 2))
 
     def _dense(self, b: Tensor, mlp: Any) -> Tensor:
         """A gated MLP, or a shared expert."""
         gate, up = self._each(mlp.gu, b, (mlp.down.inputs,) * 2)
-        (mlp.act, _), activated = self.choose("its activation", forms.ACTIVATIONS, lambda one: one[1](gate))
+        (mlp.act, _), activated = self.choose("its activation", ACTIVATIONS, lambda one: one[1](gate))
         return self._linear(mlp.down, activated * up)
 
     def _sparse(self, b: Tensor) -> Tensor:
@@ -289,8 +435,9 @@ class Proof(torch.fx.Interpreter):
         """weights, chosen [T, k]. Step by step, what is more first: what is normalised, scaled or rounded is there
         before it is, too."""
         r, choose = self.mlp.router, partial(self.choose, "its router")
-        weight, bias = self.w[r.weight], self.w[r.bias] if r.bias else None
-        wide, logits = choose((True, False), lambda wide: forms.router_logits(b, weight, bias, wide))
+        read = [b, self.w[r.weight], *([self.w[r.bias]] if r.bias else [])]
+        # In fp32, which a router's fp32 weights make of a 16-bit layer's input too, as some families have them.
+        wide, logits = choose((True, False), lambda wide: F.linear(*(t.float() if wide else t for t in read)))
         (kind, _), found = choose((
             ("sigmoid", lambda: logits.float().sigmoid()),
             ("softmax", lambda: F.softmax(logits.float(), dim=-1)),
@@ -299,8 +446,13 @@ class Proof(torch.fx.Interpreter):
             ("of the largest", lambda: torch.topk(logits.float(), r.top_k, dim=-1))), lambda one: one[1]())
         if kind == "softmax":
             w, chosen = torch.topk(found, r.top_k, dim=-1)
-        elif kind == "sigmoid":
-            w, chosen = self._scored(found)
+        elif kind == "sigmoid":              # a single group may be masked, or not
+            scores = found if self.correction is None else found + self.correction
+            _, chosen = self.choose(
+                "its router's choice", (True, False) if r.groups == 1 else (True,), lambda masked: torch.topk(
+                    of_groups(scores, r.experts, r.groups, r.best) if masked else scores, r.top_k, dim=-1,
+                    sorted=False)[1])
+            w = found.gather(1, chosen)
         else:
             top, chosen = found
             w = choose((torch.float, top.dtype), lambda dtype: F.softmax(top, dim=-1, dtype=dtype))[1]
@@ -313,27 +465,16 @@ class Proof(torch.fx.Interpreter):
         r.facts = Facts(kind == "sigmoid", normalised, wide, rounds, factor, least or 0.0)
         return w, chosen
 
-    def _scored(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the largest scores, corrected, in the best groups of experts. A single group may be masked, or not."""
-        r = self.mlp.router
-        choice = scores if self.correction is None else scores + self.correction
-        _, chosen = self.choose(
-            "its router's choice", (True, False) if r.groups == 1 else (True,), lambda masked: torch.topk(
-                forms.of_groups(choice, r.experts, r.groups, r.best) if masked else choice, r.top_k, dim=-1,
-                sorted=False)[1])
-        return scores.gather(1, chosen), chosen
-
     def _experts(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """All experts' products are functions without an inside, of the layer's type: known_loop says what they are.
         The gate between is as any part."""
         e, own = self.mlp.experts, [self.w[n] for n in sorted(self.mlp.experts.names)]
         z = expert_rows(self.values, hidden, chosen, own, 2 * e.inter)
-        gates = [*((code, partial(forms.gate, act)) for code, act in forms.ACTIVATIONS),
-                 (ops.CLAMPED, forms.clamped_gate)]
+        gates = [*((code, partial(gate, act)) for code, act in ACTIVATIONS),
+                 (ops.CLAMPED, clamped_gate)]
         ((e.act, _), e.interleaved), gated = self.choose(
             "the gate of its experts", itertools.product(gates, (False, True)), lambda one: one[0][1](z, one[1]))
         return experts_down(self.values, gated, hidden, chosen, weights, own)
-
 
 
 def _sizes(graph: Graph) -> dict[Any, Any]:
@@ -384,14 +525,14 @@ _PRIMES = tuple(map(sympy.Integer, (7907, 7919, 7927, 7933, 7937, 7949, 7951, 79
 
 def prove(graph: Graph | None, template: Template, module: nn.Module, weights: dict[str, Tensor], x: Tensor,
           kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The settings of the template by which it is what the graph computes; Refused where that is not proved. weights:
+    """The settings of the template by which it is what the graph computes; Unfit where that is not proved. weights:
     by name, as the module read them. x, kwargs: what it was called with."""
     for name in ("linear", "scaled_dot_product_attention", "silu", "gelu", "softmax", "rms_norm", "embedding"):
         function = getattr(F, name)          # that forms are written with: else both sides would be wrong
         if isinstance(function, types.FunctionType) and function.__globals__ is not vars(F):
-            raise Refused(f"torch.nn.functional.{name} is not torch's own")
+            raise Unfit(f"torch.nn.functional.{name} is not torch's own")
     if graph is None:
-        raise Refused("it gives something else than one tensor that it made")
+        raise Unfit("it gives something else than one tensor that it made")
     template = template.set_as(template.settings)        # what is found is put into one of its own
     buffers = dict(module.named_buffers())
     named = {id(t): (n, t) for n, t in weights.items()} | {id(t): (f"buffer {n}", t) for n, t in buffers.items()}
@@ -405,7 +546,7 @@ def prove(graph: Graph | None, template: Template, module: nn.Module, weights: d
     def theirs() -> Tensor:
         out = proof.run(*graph.real.values())
         if not isinstance(out, tuple | list) or len(out) != 1 or not isinstance(out[0], Tensor):
-            raise Refused("its forward gives something else than one tensor")
+            raise Unfit("its forward gives something else than one tensor")
         return out[0]
 
     try:
@@ -414,12 +555,12 @@ def prove(graph: Graph | None, template: Template, module: nn.Module, weights: d
         proof.known, proof.values.made = len(proof.values.keys), set()
         ours = proof.numbers(lambda: proof.meaning(template, module, weights, x, kwargs), leaves)
         if ours != right:
-            raise Refused(proof.difference(ours, right))
-    except Refused:
+            raise Unfit(proof.difference(ours, right))
+    except Unfit:
         raise
     except Exception as error:               # whatever cannot be run on fake tensors is not proved
         text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-        raise Refused(f"its code cannot be followed: {text[:300]}") from error
+        raise Unfit(f"its code cannot be followed: {text[:300]}") from error
     finally:
         proof.values.forget()
     return template.settings

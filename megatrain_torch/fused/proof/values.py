@@ -25,14 +25,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from ..templates.parts import Unfit
+
 aten = torch.ops.aten
 _ALL = 1 << 62                   # slices that end here or beyond end with their dimension
 Shape = tuple[str, ...]
 Key = tuple[Any, ...]            # an expression: (operation, ...), operands as ("#", number)
-
-
-class Refused(Exception):
-    """A computation that cannot be proved; the text says what is to blame."""
 
 
 def _shape(t: Tensor) -> Shape:
@@ -97,7 +95,7 @@ class Values(TorchDispatchMode):
     def of(self, t: Tensor) -> int:
         found = self._tensors.get(id(t))
         if found is None:
-            raise Refused(f"it uses a tensor {list(t.shape)} that is no input, weight or buffer of it")
+            raise Unfit(f"it uses a tensor {list(t.shape)} that is no input, weight or buffer of it")
         return found[1]
 
     def forget(self) -> None:
@@ -165,10 +163,10 @@ class Values(TorchDispatchMode):
         target, name = args[0], func._schema.name
         base = name.removeprefix("aten::").removesuffix("_")
         if not name.startswith("aten::") or not name.endswith("_") or "out" in kwargs or not isinstance(target, Tensor):
-            raise Refused(f"it runs {name}, which writes into its arguments")
+            raise Unfit(f"it runs {name}, which writes into its arguments")
         memory = target.untyped_storage()._cdata
         if memory in self._outlive:
-            raise Refused(f"it writes by {name} into an input, a weight or a buffer")
+            raise Unfit(f"it writes by {name} into an input, a weight or a buffer")
         beside, mine = list(self._seen_by[memory].values()), self.of(target)
         if not all(self.of(other) == mine and other.shape == target.shape for other in beside):
             return self._write_columns(func, args, kwargs, [t for t in beside if t is not target])
@@ -191,7 +189,7 @@ class Values(TorchDispatchMode):
         # They are all the whole, or columns of it that are none of the target's.
         apart = all(at is not None and (at == (0, whole.shape[-1]) or at[1] <= begin or end <= at[0]) for at in places)
         if func._schema.name != "aten::copy_" or whole is None or not apart:
-            raise Refused(f"it writes by {func._schema.name} into memory that other tensors share")
+            raise Unfit(f"it writes by {func._schema.name} into memory that other tensors share")
         number = self.number(self._copied(args[1], target), _shape(target))
         renewed = self.number(self._with_columns(whole, (begin, end), number), _shape(whole))
         out = func(*args, **kwargs)
@@ -424,8 +422,7 @@ class Opaque(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Values, name: Key, shape: Any, like: Tensor, *tensors: Tensor | None) -> Tensor:
         ctx.values, ctx.name = values, name
-        ctx.save_for_backward(*[t for t in tensors if t is not None])
-        ctx.there = [t is not None for t in tensors]
+        ctx.save_for_backward(*tensors)
         out = like.new_empty(shape)
         key = (*name, *(None if t is None else ("#", values.of(t)) for t in tensors), str(out.dtype), _shape(out))
         values.put(out, values.number(key, _shape(out)))
@@ -433,8 +430,7 @@ class Opaque(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        values, saved = ctx.values, iter(ctx.saved_tensors)
-        tensors = [next(saved) if there else None for there in ctx.there]
+        values, tensors = ctx.values, ctx.saved_tensors
         inputs = (("#", values.of(dy)), *(None if t is None else ("#", values.of(t)) for t in tensors))
         grads: list[Tensor | None] = []
         for i, (t, wanted) in enumerate(zip(tensors, ctx.needs_input_grad[4:])):

@@ -17,7 +17,7 @@ import contextlib
 from torch import nn
 
 from .decoder import Decoder, Embedding, LoneNorm
-from .parts import Template, Unfit
+from .parts import Sizes, Template, Unfit
 from .weights import Coded, Weights
 
 
@@ -32,10 +32,4 @@ def template(module: nn.Module, device: str = "") -> Template:
     return found
 
 
-def spared(tiled: tuple[int, int, int], tokens: int) -> int:
-    """Bytes that tiles spare so many tokens, from what a template's `tiled` says."""
-    each, rows, sums = tiled
-    return max(0, (tokens - rows) * each - sums) if tokens > rows else 0
-
-
-__all__ = ["Coded", "Template", "Unfit", "Weights", "spared", "template"]
+__all__ = ["Coded", "Sizes", "Template", "Unfit", "Weights", "template"]

@@ -89,10 +89,10 @@ class Attention:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Any]:
         """Output [B, S, hq, D], and what backward wants besides: opaque, small. sinks: [hq]."""
         if self._flash(q):
-            return (self if self.packed else self._by_lengths(q))._by_flash(q, k, v, sinks)
+            return self._by_flash(q, k, v, sinks)
         cudnn = self._cudnn(q, sinks)
-        if self._wants_mask(q, sinks, cudnn):
-            return self._masked(q, sinks).forward(q, k, v, sinks)
+        if (masked := self._masked(q, sinks, cudnn)) is not None:
+            return masked.forward(q, k, v, sinks)
         if self.packed is None and cudnn and self._long(q, k, sinks):
             return self._forward_by_rows(q, k, v, sinks)
         if self.packed is not None or (cudnn and _share(q) > 1):
@@ -115,10 +115,10 @@ class Attention:
                  sinks: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """dq, dk, dv: [B, S, h, D], strided; dsinks [hq]."""
         if self._flash(q):
-            return (self if self.packed else self._by_lengths(q))._flash_grads(dout, q, k, v, out, kept, sinks)
+            return self._flash_grads(dout, q, k, v, out, kept, sinks)
         cudnn = self._cudnn(q, sinks)
-        if self._wants_mask(q, sinks, cudnn):
-            return self._masked(q, sinks).backward(dout, q, k, v, out, kept, sinks)
+        if (masked := self._masked(q, sinks, cudnn)) is not None:
+            return masked.backward(dout, q, k, v, out, kept, sinks)
         if self.packed is not None or (cudnn and _share(q) > 1):
             return self._backward_in_parts(dout, q, k, v, out, kept, sinks)
         dout, q, k, v, out = _turned(dout, q, k, v, out)
@@ -126,8 +126,12 @@ class Attention:
         if kept is not None:
             if sinks is not None:
                 dsinks = sinks_grad(dout, out, kept[0], sinks)
-            found = self._cpu_grads(dout, q, k, v, out, kept[0]) if len(kept) == 1 else \
-                self._cudnn_grads(dout, q, k, v, out, *kept)
+            if len(kept) > 1:
+                found = self._cudnn_grads(dout, q, k, v, out, *kept)
+            else:
+                dq, *each = _cpu_backward(dout, q, *_each(q, k, v), out, kept[0], 0.0, self.causal,
+                                          attn_mask=self._bias(q), scale=self.scale)
+                found = dq, *(t.unflatten(1, (k.shape[1], -1)).sum(2) for t in each)
         if found is None:
             *found, dsinks = self._grads_by_torch(dout, q, k, v, sinks, kept is None)
         return *_turned(*found), dsinks
@@ -189,7 +193,7 @@ class Attention:
     def _forward_in_parts(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Any]:
         cut = self._cut(q, k, sinks)
         if cut is None:
-            return self._by_lengths(q)._by_flash(q, k, v, None)
+            return self._by_flash(q, k, v, None)
         out, kept = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype, device=q.device), []
         for one, sink, to, *part in self._parts(cut, sinks, out, q, k, v):
             found, extra = one.forward(*map(_near, part), sink)
@@ -201,7 +205,7 @@ class Attention:
                            sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         cut = self._cut(q, k, sinks)
         if cut is None:
-            return self._by_lengths(q)._flash_grads(dout, q, k, v, out, kept, None)
+            return self._flash_grads(dout, q, k, v, out, kept, None)
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
         dsinks, each = [], kept
         if isinstance(kept[0], Tensor):                  # of one call: what it kept, for each part
@@ -240,21 +244,16 @@ class Attention:
         own = sinks.chunk(n) if sinks is not None and dim == 2 else [sinks] * each
         return ((dataclasses.replace(self, mask=mask, packed=None), *rest) for mask, *rest in zip(masks, own, *views))
 
-    def _by_lengths(self, q: Tensor) -> Attention:
-        """Rows of a batch as sequences behind one another, for flash, whose offsets have 64 bits."""
-        return dataclasses.replace(self, packed=Packed.of((q.shape[1],) * q.shape[0], q.device))
-
     # ---- packed sequences, windows: flash takes all; else a mask, which is the definition ----
 
-    def _masked(self, q: Tensor, sinks: Tensor | None) -> Attention:
-        """The same by a mask: to be added where products and softmax are spelled out."""
+    def _masked(self, q: Tensor, sinks: Tensor | None, cudnn: bool) -> Attention | None:
+        """The same by a mask: a window that flash does not take; or causality, where products are spelled out, which
+        it is added to. Else None."""
+        spelled = not cudnn and sinks is not None and not self._cpu(q, sinks)
+        if not self.window and not (spelled and self.causal and self.mask is None and self.packed is None):
+            return None
         sight = Sight(1, q.shape[1], q.device, self.window, self.packed, None if sinks is None else q.dtype)
         return dataclasses.replace(self, causal=False, mask=sight.real, packed=None, window=0)
-
-    def _wants_mask(self, q: Tensor, sinks: Tensor | None, cudnn: bool) -> bool:
-        """A window that flash does not take; or causality, where products are spelled out."""
-        spelled = not cudnn and sinks is not None and not self._cpu(q, sinks)
-        return bool(self.window) or (spelled and self.causal and self.mask is None and self.packed is None)
 
     def _flash(self, q: Tensor) -> bool:
         """Is this of packed sequences or a window, and for flash's kernels?"""
@@ -264,7 +263,8 @@ class Attention:
 
     def _by_flash(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Any]:
         flat = _filled(*(t.flatten(0, 1) for t in (q, k, v)))
-        out, lse, rng, unused, _ = _flash_forward(*flat, *self._lengths(), False, **self._window())
+        lengths, more = self._flash_options(q, k)
+        out, lse, rng, unused, _ = _flash_forward(*flat, *lengths, False, **more)
         if sinks is not None:
             out, lse = (t[0] for t in _sunk(out.transpose(0, 1)[None], lse[None], sinks))
             out = out.transpose(0, 1)
@@ -274,19 +274,18 @@ class Attention:
                      sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         lse, rng, unused = kept
         flat = _filled(*(t.flatten(0, 1) for t in (dout, q, k, v, out)))
-        grads = _flash_backward(*flat, lse, *self._lengths(), rng, unused, **self._window())
+        lengths, more = self._flash_options(q, k)
+        grads = _flash_backward(*flat, lse, *lengths, rng, unused, **more)
         dq, dk, dv = (d[..., :t.shape[3]].unflatten(0, t.shape[:2]) for d, t in zip(grads, (q, k, v)))
         dsinks = None if sinks is None else sinks_grad(*(t.transpose(0, 1)[None] for t in (flat[0], flat[4])),
                                                         lse[None], sinks)
         return dq, dk, dv, dsinks
 
-    def _lengths(self) -> tuple[Any, ...]:
-        cu, most = self.packed.cu, self.packed.longest
-        return cu, cu, most, most, 0.0, self.causal
-
-    def _window(self) -> dict[str, Any]:
+    def _flash_options(self, q: Tensor, k: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Rows of a batch are sequences behind one another: flash's offsets have 64 bits."""
+        a, b = (self.packed or Packed.of((t.shape[1],) * t.shape[0], t.device) for t in (q, k))
         sides = {"window_size_left": self.window - 1, "window_size_right": 0} if self.window else {}
-        return {"scale": self.scale, **sides}
+        return (a.cu, b.cu, a.longest, b.longest, 0.0, self.causal), {"scale": self.scale, **sides}
 
     # ---- kernels that give log-sum-exp ----
 
@@ -336,31 +335,16 @@ class Attention:
                                                        repeating())
         if found is not None or (repeating() and self.mask is not None):
             return found
-        if repeating():
-            return self._flash_grads_of(dout, q, k, v, out, lse)
+        if repeating():                      # flash's, of each row as a sequence of its own
+            lse = lse.reshape(q.shape[:3]).transpose(0, 1).flatten(1).contiguous()
+            unread = torch.zeros(2, dtype=torch.int64, device=q.device)      # the state of no dropout
+            return _turned(*self._flash_grads(*_turned(dout, q, k, v, out), (lse, unread, unread), None)[:3])
         dout = unseen
         # Where these reach beyond 2^31 elements cuDNN's dq of the last rows is wrong, and nothing says so: by 6 to 22 %
         # where it was looked at (torch 2.11).
         dout, out = (t if span_of(t) <= CUDNN_MOST else t.contiguous() for t in (dout, out))
         return _backward(dout, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, 0.0,
                          self.causal, scale=self.scale)
-
-    def _flash_grads_of(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Any:
-        """As _cudnn_grads, by flash's kernel: each row a sequence of its own, lse [hq, T] for [B, hq, S] or with a last
-        dimension of 1."""
-        rows, _, queries, _ = q.shape
-        cu = [torch.arange(rows + 1, dtype=torch.int32, device=q.device) * t.shape[2] for t in (q, k)]
-        flat = _filled(*(t.transpose(1, 2).flatten(0, 1) for t in (dout, q, k, v, out)))
-        lse = lse.reshape(q.shape[:3]).transpose(0, 1).flatten(1).contiguous()
-        unread = torch.zeros(2, dtype=torch.int64, device=q.device)      # the state of a dropout that there is none of
-        grads = _flash_backward(*flat, lse, *cu, queries, k.shape[2], 0.0, self.causal, unread, unread,
-                                scale=self.scale)
-        return tuple([d[..., :t.shape[3]].unflatten(0, (rows, -1)).transpose(1, 2) for d, t in zip(grads, (q, k, v))])
-
-    def _cpu_grads(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Any:
-        dq, *rest = _cpu_backward(dout, q, *_each(q, k, v), out, lse, 0.0, self.causal, attn_mask=self._bias(q),
-                                  scale=self.scale)
-        return dq, *(t.unflatten(1, (k.shape[1], -1)).sum(2) for t in rest)
 
     def _grads_by_torch(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, own: bool
                         ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -375,15 +359,12 @@ class Attention:
         return dq, dk, dv, rest[0] if rest else None
 
     def _torch(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        if self.spelled or sinks is not None:
-            return self._spelled(q, *_each(q, k, v), sinks)
-        grouped = q.shape[1] > k.shape[1]
-        if grouped and self.mask is not None:            # kernels that take a mask take no groups
+        spelled, grouped = self.spelled or sinks is not None, q.shape[1] > k.shape[1]
+        if spelled or self.mask is not None:             # kernels that take a mask take no groups
             k, v = _each(q, k, v)
-        return F.scaled_dot_product_attention(q, k, v, self.mask, is_causal=self.causal, scale=self.scale,
-                                              enable_gqa=grouped and self.mask is None)
-
-    def _spelled(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        if not spelled:
+            return F.scaled_dot_product_attention(q, k, v, self.mask, is_causal=self.causal, scale=self.scale,
+                                                  enable_gqa=grouped and self.mask is None)
         logits = torch.matmul(q, k.transpose(2, 3)) * self.scale
         if self.cap:
             logits = torch.tanh(logits / self.cap) * self.cap
@@ -458,9 +439,7 @@ def by_rows(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, rows: int) -> tuple
 
     A kernel that is given the whole row works on queries from all over it, whose keys lie far apart: little of what
     one has read is still in the cache for the next, and a card at its power limit pays for the traffic with its
-    clock. Measured on an H200 at 700 W, 28 query heads of 128 over 4 key heads, 512k tokens, forward: 487 TFLOP/s
-    at 1.28 GHz in one call; 592 at 1.58 GHz where 32k queries at a time see all keys before them; backward 535 and
-    548.
+    clock (docs/performance.md).
 
     Queries see the keys before their own block in one call and the keys of their block in another, causal. Two
     parts of a softmax are put together by their log-sum-exps (Milakov and Gimelshein, "Online normalizer
@@ -502,12 +481,9 @@ def repeating_grads(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
     no such kernel, or too much of dS; that follows from shapes, device, library and what was asked for.
 
     torch asks cuDNN for sums of dq in the order in which its blocks of keys come. The kernel here has dS in memory
-    instead, 2 bytes a pair of query and key, and takes as many rows or heads at a time as that has room for.
-    Milliseconds on an H200, 28 query heads of 128 over 4 key heads, with this kernel and torch's:
-
-        32 rows of 1,024   1.88   1.93        16 rows of 4,096   12.2   10.7        8 rows of 8,192   24.4   20.2
-
-    so it is taken for short rows, and where torch.use_deterministic_algorithms asks for it.
+    instead, 2 bytes a pair of query and key, and takes as many rows or heads at a time as that has room for. Of short
+    rows it is as fast, of long ones up to a fifth slower (docs/numerics.md): so it is taken for the former, and where
+    torch.use_deterministic_algorithms asks for it.
     """
     shape = (q.dtype, q.device, q.shape, k.shape, None if bias is None else bias.shape, causal)
     step = _at_once(q, k, asked) if _known(q) and shape not in _refused else None

@@ -63,7 +63,11 @@ class Rotary(NamedTuple):
 
 
 class AttentionHalf(Half):
-    """
+    """What makes q, k and v has two functions more: `_made` gives q [B, S, hq, D], k [B, S, hk, D] and v [B, S, hk, V]
+    as attention takes them, from k.qkv as the first product gave it (again: in backward, from what forward left there),
+    and fills the call's cache; `backward` gives dx [T, H] from dh [T, H], which it may write into, and uses up what was
+    kept.
+
     Attributes:
         first: the product with a. o: the one that attention's output goes into.
         hq, hk, head: heads of queries and of keys, and their size. values: of a value's head.
@@ -71,7 +75,8 @@ class AttentionHalf(Half):
         rotary: how heads are turned; None: they are not. parted: they are, in the way that Rotary has of it, which a
             cache has to be given so. latent: it is LatentAttention.
         walks: gradients of a single long row may be had some rows at a time.
-        cached: numbers of a token that a key-value cache gathers.
+        cached: numbers of a token that a key-value cache gathers. copied: that attention copies at a time, where there
+            are more tokens than the second.
     """
 
     sinks: str | None = None
@@ -164,18 +169,9 @@ class AttentionHalf(Half):
             k.out, k.extra = call.attention.forward(q, key, v, w[self.sinks] if self.sinks else None)
         return self.after(x, w, k)
 
-    def _made(self, k: Kept, shape: Any, w: Weights, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, S, hq, D], k [B, S, hk, D] and v [B, S, hk, V] as attention takes them, from k.qkv as the first product
-        gave it. Fills the call's cache."""
-        raise NotImplementedError
-
     def after(self, x: Tensor, w: Weights, k: Kept) -> Tensor:
         """h [T, H] from x [T, H] and attention's output, which is in k."""
         return self.added(x, self.o, k.out.reshape(len(x), -1), w, k)
-
-    def backward(self, dh: Tensor, x: Tensor, shape: Any, w: Weights, call: Call, k: Kept, grads: Grads) -> Tensor:
-        """dx [T, H] from dh [T, H], and may write into it. Uses up what was kept."""
-        raise NotImplementedError
 
     def _attention_grad(self, dh: Tensor, w: Weights, k: Kept, grads: Grads) -> Tensor:
         """Of attention's output, [B, S, hq, V]."""
@@ -202,7 +198,9 @@ class SelfAttention(AttentionHalf):
         self.hk = (sum(self.first.rows) // self.head - self.hq) // 2
         if (self.hq + 2 * self.hk) * self.head != sum(self.first.rows) or self.hk < 1 or self.hq % self.hk:
             raise Unfit(f"its projections have {self.first.rows} rows, which are no q, k and v heads of {self.head}")
-        self.cached = 2 * self.hk * self.head
+        self.cached, self.work = 2 * self.hk * self.head, sum(self.first.rows)
+        self.columns = self.work + self.o.inputs
+        self.copied = self.o.inputs + self.work, long_tokens(self.o.inputs, self.work)
         self.rotary = Rotary() if getattr(attn, "use_rope", True) else None
         self.cap = float(getattr(attn, "attn_logit_softcapping", None) or 0.0)
         self.sinks = "self_attn.sinks" if dict.get(attn._parameters, "sinks") is not None else None
@@ -211,30 +209,27 @@ class SelfAttention(AttentionHalf):
                                     for n in ("q_norm", "k_norm"))
         if (self.q_norm is None) != (self.k_norm is None):
             raise Unfit("only one of q and k has a norm")
-        self.norms += [n for n in (self.q_norm, self.k_norm) if n]
-        self.linears = self.first, self.o
-        self.names = {*self.first.names, *self.o.names} | ({self.sinks} if self.sinks else set())
-
-    def _made(self, k: Kept, shape: Any, w: Weights, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        q, key, v = self._rotated(k, shape, w, call, in_place=True)
-        if call.cache is not None:
-            call.cache(key, v)
-            call.cache = None                # not held until backward
-        return q, key, v
+        self.few = 4 * (self.hq + len(self.norms))       # log-sum-exp, and 1/rms
+        if self.q_norm:
+            self.norms += self.q_norm, self.k_norm
+            self.few += 4 * (self.hq if self.q_norm.size == self.head else 1)
+            self.few += 4 * (self.hk if self.k_norm.size == self.head else 1)
+        self.linears, self.names = (self.first, self.o), [self.sinks] if self.sinks else []
 
     def _heads(self, qkv: Tensor, shape: Any) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, S, hq, D], k and v [B, S, hk, D], as views of [T, (hq + 2 hk) D]."""
         return qkv.view(*shape, -1, self.head).split((self.hq, self.hk, self.hk), 2)
 
-    def _rotated(self, k: Kept, shape: Any, w: Weights, call: Call, in_place: bool
-                 ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v as attention takes them. Without norms of q and k they stand rotated in qkv itself (in_place:
-        now); with them, qkv keeps what their norms read."""
+    def _made(self, k: Kept, shape: Any, w: Weights, call: Call, again: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Without norms of q and k they stand rotated in qkv itself; with them, qkv keeps what their norms read."""
         q, key, v = self._heads(k.qkv, shape)
         if self.q_norm:
             (q, k.inner["q"]), (key, k.inner["k"]) = self._normed(self.q_norm, q, w), self._normed(self.k_norm, key, w)
-        if (in_place or self.q_norm) and call.cos is not None:
+        if (self.q_norm or not again) and call.cos is not None:
             ops.rope(q, key, call.cos, call.sin, q, key, interleaved=self.rotary.interleaved)
+        if call.cache is not None:
+            call.cache(key, v)
+            call.cache = None                # not held until backward
         return q, key, v
 
     def _normed(self, norm: Norm, x: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
@@ -247,8 +242,7 @@ class SelfAttention(AttentionHalf):
         if shape[0] == 1 and call.attention.single_long_row(*self._heads(k.qkv, shape)[:2], sinks):
             return self._backward_by_rows(dh, x, shape, w, call, k, grads, sinks)
         dout = self._attention_grad(dh, w, k, grads)
-        *d, dsinks = call.attention.backward(dout, *self._rotated(k, shape, w, call, in_place=False), k.out, k.extra,
-                                             sinks)
+        *d, dsinks = call.attention.backward(dout, *self._made(k, shape, w, call, again=True), k.out, k.extra, sinks)
         if self.sinks in grads.wanted:
             grads[self.sinks] = dsinks
         k.out = k.extra = None
@@ -261,7 +255,7 @@ class SelfAttention(AttentionHalf):
                           sinks: Tensor | None) -> Tensor:
         """As backward, of one row, whose gradients never exist whole but for dx, which takes dh's place."""
         sums = Sums(grads)
-        blocks, gradients = call.attention.walk_back(*self._rotated(k, shape, w, call, in_place=False), k.out, k.extra)
+        blocks, gradients = call.attention.walk_back(*self._made(k, shape, w, call, again=True), k.out, k.extra)
         for rows in blocks:
             part = k.part(rows)
             dout = self._attention_grad(dh[rows], w, part, sums)
@@ -293,24 +287,6 @@ class SelfAttention(AttentionHalf):
                     to, raw = to.flatten(2), raw.flatten(2)
                 norm.backward(to, raw, k.inner[name], w, grads, out=to)
         return dqkv
-
-    def kept_bytes(self, keep: str, item: int) -> int:
-        """Bytes that a token takes between forward and backward."""
-        columns = sum(self.first.rows) + self.o.inputs + self.hidden * bool(self.norm_out)
-        rms = bool(self.norm_in) + bool(self.norm_out)
-        if self.q_norm:
-            rms += self.hq if self.q_norm.size == self.head else 1
-            rms += self.hk if self.k_norm.size == self.head else 1
-        return columns * item + 4 * (self.hq + rms)
-
-    def work_columns(self) -> int:
-        """Numbers of a token that backward has beside what "saved" keeps, and its own of [T, H]."""
-        return sum(self.first.rows)
-
-    def copied(self, item: int) -> tuple[int, int]:
-        """Bytes of a token that attention copies at a time where there are more than so many, and how many."""
-        q, qkv = self.o.inputs, sum(self.first.rows)
-        return (q + qkv) * item, long_tokens(q, qkv)
 
 
 # ---- latent attention ------------------------------------------------------------------------------
@@ -354,15 +330,14 @@ class LatentAttention(AttentionHalf):
         if sizes != (self.hq * self.head, self.cached, self.hq * (self.plain + self.values), self.hq * self.values) or \
                 (self.q_up and self.q_up.inputs != self.wide):
             raise Unfit(f"its latent attention has projections of {sizes} numbers, which are no heads of {self.head}")
+        # Keys, their gradient and those of q, v and kv, of out, and of what the first product gave.
+        self.work = self.hq * (3 * self.head + 3 * self.values + self.plain) + sum(self.first.rows)
+        self.copied = 2 * queries + 2 * self.o.inputs, long_tokens(queries, max(queries, sum(self.kv_up.rows)))
         self.rotary, self.parted = Rotary(), bool(getattr(self.config, "rope_interleave", False))
         self.linears = (self.first, *([self.q_up] if self.q_up else []), self.kv_up, self.o)
-        self.names = {name for one in self.linears for name in one.names}
         self.norms += [n for n in (self.q_norm, self.kv_norm) if n]
-
-    def _made(self, k: Kept, shape: Any, w: Weights, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        if not self.q_up:                    # they stay so in qkv
-            self._turn(self._queries(k, shape)[..., self.plain:], call)
-        return self._heads(k, shape, w, call)
+        self.columns, self.few = sum(self.first.rows) + self.o.inputs, 4 * (self.hq + len(self.norms))
+        self.made = self.hq * (self.head * low + self.plain + self.values)
 
     def _queries(self, k: Kept, shape: Any) -> Tensor:
         """[B, S, hq, D], where they lie."""
@@ -375,9 +350,11 @@ class LatentAttention(AttentionHalf):
             ops.rope(t, none, call.cos, call.sin, t, none, interleaved=self.rotary.interleaved, inverse=inverse)
         return t
 
-    def _heads(self, k: Kept, shape: Any, w: Weights, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v; what they are made of is made where it is not there, in backward again."""
-        if self.q_up and k.q is None:
+    def _made(self, k: Kept, shape: Any, w: Weights, call: Call, again: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """What they are made of is made where it is not there."""
+        if not self.q_up and not again:      # they stay so in qkv
+            self._turn(self._queries(k, shape)[..., self.plain:], call)
+        elif self.q_up and k.q is None:
             low, k.inner["q_a"] = self.q_norm.forward(k.qkv[:, :self.wide], w, self.q_up)
             k.q = self.q_up.forward(low, w)
             self._turn(self._queries(k, shape)[..., self.plain:], call)
@@ -400,7 +377,7 @@ class LatentAttention(AttentionHalf):
 
     def backward(self, dh: Tensor, x: Tensor, shape: Any, w: Weights, call: Call, k: Kept, grads: Grads) -> Tensor:
         dout = self._attention_grad(dh, w, k, grads)
-        dq, dk, dv, _ = call.attention.backward(dout, *self._heads(k, shape, w, call), k.out, k.extra)
+        dq, dk, dv, _ = call.attention.backward(dout, *self._made(k, shape, w, call, again=True), k.out, k.extra)
         del dout
         k.out = k.extra = k.q = k.kv = None
         dfirst = torch.empty_like(k.qkv)
@@ -430,17 +407,3 @@ class LatentAttention(AttentionHalf):
         _, low = norm.backward(up.input_grad(dy, w), k.qkv[:, columns], rstd, w, grads, rebuild=True, out=to)
         up.weight_grads(dy, low, w, grads)
 
-    def kept_bytes(self, keep: str, item: int) -> int:
-        """Bytes that a token takes between forward and backward; "selective" makes queries, keys and values again."""
-        columns = sum(self.first.rows) + self.o.inputs + self.hidden * bool(self.norm_out)
-        if keep == "saved":
-            columns += self.hq * (self.head * bool(self.q_up) + self.plain + self.values)
-        return columns * item + 4 * (self.hq + len(self.norms))
-
-    def work_columns(self) -> int:
-        """Keys, their gradient and those of q, v and kv, of out, and of what the first product gave."""
-        return self.hq * (3 * self.head + 3 * self.values + self.plain) + sum(self.first.rows)
-
-    def copied(self, item: int) -> tuple[int, int]:
-        q, v = self.hq * self.head, self.o.inputs
-        return (2 * q + 2 * v) * item, long_tokens(q, max(q, self.hq * (self.plain + self.values)))

@@ -19,56 +19,49 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
+from ...base.modes import KEEPS, LINKED
 from ...graph.hf_calls import example, sight_of
 from .attention import LONG, NEVER, ROWS
 from .attention_half import Call, LatentAttention, SelfAttention
 from .moe import SparseMLP
-from .parts import (
-    Half,
-    Kept,
-    Norm,
-    Template,
-    Unfit,
-    codings_of,
-    gated_linears,
-    has,
-    role,
-    unflattened,
-)
+from .parts import Half, Kept, Norm, Sizes, Template, Unfit, codings_of, gated_linears, has, role
 from .weights import Grads, Sums, Weights, fits, glu_grads
 
 TILE_BYTES = 1 << 30         # of gate|up that is not kept: products of this many rows are as fast as larger ones
 LEAST_ROWS = 256             # of a tile, and its rows are a multiple of them
+# t [T, H] as [B, S, H], and no view: autograd lets nobody change a node's output in place if it is one.
+unflattened = torch.ops.aten._unsafe_view
 
 
 class Decoder(Template):
     """The template of one structure: an attention half and an MLP half."""
 
-    swaps, links = True, True
+    swaps = True
 
     def __init__(self, layer: nn.Module) -> None:
-        norms = _norms_of(layer)
+        before, after, before_mlp, after_mlp = _norms_of(layer)
         factor = float(getattr(layer, "residual_multiplier", getattr(layer, "residual_scale", 1.0)))
         mixes = LatentAttention if has(layer, "self_attn.kv_b_proj") else SelfAttention
-        self.attention = mixes(layer, norms["1"], norms["1b"], factor)
+        self.attention = mixes(layer, before, after, factor)
         block = next((n for n in ("mlp", "block_sparse_moe") if has(layer, n)), "mlp")
         self.routes = has(layer, f"{block}.experts")
-        self.mlp = (SparseMLP if self.routes else GatedMLP)(layer, block, norms["2"], norms["2b"], factor)
+        self.mlp = (SparseMLP if self.routes else GatedMLP)(layer, block, before_mlp, after_mlp, factor)
         self.norms = self.attention.norms + self.mlp.norms
         self.linears = *self.attention.linears, *self.mlp.linears
         self.open = [(self.attention, "rotary"), *self.mlp.open, *((n, "style") for n in self.norms)]
         self.codings, self.config = codings_of(layer), self.attention.config
         self.rounds = any(c.rounds for c in self.codings.values())
-        self.coded = (not self.codings and all(one.alone for one in self.linears)
+        self.coded = (not self.codings and not any(one.beside for one in self.linears)
                       and any(fits((sum(one.rows), one.inputs), torch.bfloat16) for one in self.linears))
-        known = self.attention.names | self.mlp.names | {n.weight for n in self.norms}
+        known = {*self.attention.names, *self.mlp.names, *(n.weight for n in self.norms),
+                 *(n for one in self.linears for n in one.names)}
         for name, _ in layer.named_parameters():
             if name not in known:
                 raise Unfit(f"it has a parameter that the template does not know: {name}")
         for name, m in layer.named_modules():
             if isinstance(m, nn.Dropout) and m.p > 0:
                 raise Unfit(f"{name} drops out")
-        self.check, self.copied, self.tiled = self.attention.check, self.attention.copied, self.mlp.tiled
+        self.check = self.attention.check
 
     def take(self, layer: nn.Module, x: Tensor, kwargs: dict[str, Any], roles: dict[str, str] | None = None
              ) -> tuple[Tensor, Call]:
@@ -138,62 +131,35 @@ class Decoder(Template):
         dx = self.attention.backward(dh, x, shape[:2], w, call, a, grads)
         return (unflattened(dx, shape) if input_grad else None), grads
 
-    # ---- sizes: tokens, and bytes of an activation's element (item) ----
-
-    def input_bytes(self, tokens: int, item: int) -> int:
-        """Bytes of x, which is kept in any case."""
-        return tokens * self.attention.hidden * item
-
-    def kept_bytes(self, keep: str, tokens: int, item: int) -> int:
-        """Bytes that lie between forward and backward, the layer's input left out: it is the last one's output."""
-        if keep == "replay":
-            return 0
-        if keep in ("attention", "linked"):
-            return tokens * (self.attention.o.inputs * item + 4 * self.attention.hq)     # output and log-sum-exp
-        between = self.attention.hidden * item
-        return tokens * (self.attention.kept_bytes(keep, item) + between + self.mlp.kept_bytes(keep, item))
-
-    def work_bytes(self, tokens: int, item: int) -> int:
-        """Bytes that backward needs at most beside what is kept: a layer made again, its gradients in flight."""
-        columns = self.mlp.work_columns() + self.attention.work_columns() + 4 * self.attention.hidden
-        each, most = self.copied(item)
-        return self.kept_bytes("saved", tokens, item) + tokens * (columns * item + each * (tokens > most))
-
-    def expanded(self, item: int) -> tuple[int, int]:
-        """Bytes of weights that codes stand for: of most that are there at once, and of all."""
-        joint = [sum(one.rows) * one.inputs * item for one in self.linears
-                 if any(n in self.codings for n in one.weights)]
-        kept = [c.shape.numel() * item for n, c in self.codings.items()
-                if not any(n in one.weights for one in self.linears)]
-        return max(joint, default=0) + sum(kept), sum(joint) + sum(kept)
-
-    def experts(self, item: int) -> tuple[int, int, int]:
-        """How many a mixture has; and what a part of them alone has at a time, where they are fetched in parts: bytes
-        of weights made of codes, and bytes of a token. Of all rows only inputs' gradients are there at once, [R, H]."""
-        if not self.routes:
-            return 0, 0, 0
-        e = self.mlp.experts
-        made = sum(self.codings[n].shape.numel() * item for n in (e.gu, e.down) if n in self.codings)
-        return e.count, made, self.mlp.router.top_k * (4 * e.inter + self.mlp.hidden) * item
-
-    @property
-    def cached(self) -> int:
-        return self.attention.cached if getattr(self.config, "use_cache", False) else 0
-
-    def long(self, item: int) -> tuple[int, int, int]:
-        """Bytes of a token that backward is spared in a single row (attention.by_rows), bytes besides, and from how
-        many tokens.
-
-        Spared: the gradients of qkv, of attention's output and of what qkv is made from; dx has dh's place. There
-        instead: keys and values copied, their gradients of a block, and sums; h is gone by then, and a tile's gate|up.
-        """
-        a, h, tiled = self.attention, self.attention.hidden, self.mlp.tiled(item)
-        if not tiled[0] or item != 2 or not a.walks:
-            return 0, 0, NEVER
-        q, qkv, used = a.o.inputs, sum(a.first.rows), sum(sum(one.rows) * one.inputs for one in a.linears)
-        instead = (qkv - q) * (2 * item + 4) + (q + (qkv - q) // 2) * item * bool(a.q_norm)
-        besides = ROWS * (3 * qkv + 6 * h) * item + 4 * used - (tiled[0] * tiled[1] + tiled[2])
-        return (qkv + 3 * h) * item - max(0, instead - h * item), max(0, besides), LONG
+    def sizes(self, item: int) -> Sizes:
+        """item: bytes of an activation's element."""
+        a, m, h = self.attention, self.mlp, self.attention.hidden
+        few = a.o.inputs * item + 4 * a.hq               # attention's output and log-sum-exp
+        most, saved = (a.kept_bytes(keep, item) + h * item + m.kept_bytes(keep, item)
+                       for keep in ("selective", "saved"))
+        kept = ("replay", 0), ("attention", few), ("selective", most), ("saved", saved), ("linked", few)
+        joint = [one.numel * item for one in self.linears if any(n in self.codings for n in one.weights)]
+        alone = sum(c.shape.numel() * item for n, c in self.codings.items()
+                    if not any(n in one.weights for one in self.linears))
+        tiled, experts, long = (0, 0, 0), (0, 0, 0), (0, 0, NEVER)
+        if self.routes:                      # of all rows only inputs' gradients are there at once, [R, H]
+            e = m.experts
+            made = sum(self.codings[n].shape.numel() * item for n in (e.gu, e.down) if n in self.codings)
+            experts = e.count, made, m.router.top_k * (4 * e.inter + h) * item
+        else:
+            tiled = 3 * m.down.inputs * item, m.tile(item), 4 * (m.gu.numel + m.down.numel)
+        if tiled[0] and item == 2 and a.walks:
+            # A single row (attention.by_rows) is spared the gradients of qkv, of attention's output and of what qkv is
+            # made from; dx has dh's place. There instead: keys and values copied, their gradients of a block, and sums;
+            # h is gone by then, and a tile's gate|up.
+            q, qkv, used = a.o.inputs, sum(a.first.rows), a.first.numel + a.o.numel
+            instead = (qkv - q) * (2 * item + 4) + (q + (qkv - q) // 2) * item * bool(a.q_norm)
+            besides = ROWS * (3 * qkv + 6 * h) * item + 4 * used - (tiled[0] * tiled[1] + tiled[2])
+            long = (qkv + 3 * h) * item - max(0, instead - h * item), max(0, besides), LONG
+        # Backward needs a layer made again, and its gradients in flight.
+        return Sizes(h * item, kept, saved + (m.work + a.work + 4 * h) * item, tiled,
+                     (a.copied[0] * item, a.copied[1]), long, (max(joint, default=0) + alone, sum(joint) + alone),
+                     experts, cached=a.cached * item if getattr(self.config, "use_cache", False) else 0)
 
 
 def sighted(mask: Tensor) -> Tensor:
@@ -203,7 +169,7 @@ def sighted(mask: Tensor) -> Tensor:
     return mask | blind if mask.dtype == torch.bool else mask.masked_fill(blind, 0)
 
 
-def _norms_of(layer: nn.Module) -> dict[str, Norm | None]:
+def _norms_of(layer: nn.Module) -> tuple[Norm | None, ...]:
     """The four places of a norm: before and after each half. What a name means depends on its neighbours."""
     def norm(*names: str) -> Norm | None:
         return next((Norm(layer, n) for n in names if has(layer, n)), None)
@@ -216,8 +182,8 @@ def _norms_of(layer: nn.Module) -> dict[str, Norm | None]:
         places = (), ("post_attention_layernorm",)
     else:                                                # OLMo 2
         places = ("post_attention_layernorm",), ()
-    return {"1": norm("input_layernorm"), "1b": norm(*places[0]), "2": norm(*places[1]),
-            "2b": norm("post_feedforward_layernorm", "post_mlp_layernorm")}
+    return (norm("input_layernorm"), norm(*places[0]), norm(*places[1]),
+            norm("post_feedforward_layernorm", "post_mlp_layernorm"))
 
 
 class GatedMLP(Half):
@@ -226,9 +192,10 @@ class GatedMLP(Half):
     def __init__(self, layer: nn.Module, name: str, norm_in: Norm | None, norm_out: Norm | None, factor: float) -> None:
         super().__init__(norm_in, norm_out, factor)
         self.gu, self.down = self.linears = gated_linears(layer, name)
-        self.names = {*self.gu.names, *self.down.names}
         self.act = ops.SILU                  # until a proof finds it
         self.open = [(self, "act")]
+        self.hidden, self.work = self.down.rows[0], self.down.inputs
+        self.made, self.few = 2 * self.down.inputs, 4 * len(self.norms)
 
     def tile(self, item: int) -> int:
         """Rows of which gate|up exists at a time, where it is not kept."""
@@ -259,11 +226,7 @@ class GatedMLP(Half):
         b = self.normed(h, w, k, self.gu)
         k.gu = self.gu.forward(b, w)
         del b
-        return self._finish(h, w, k)
-
-    def _finish(self, h: Tensor, w: Weights, k: Kept) -> Tensor:
-        act = w.gated(self.down.weights, k.gu, self.act) if self.down.alone else ops.glu(*k.gu.chunk(2, 1), self.act)
-        return self.added(h, self.down, act, w, k)
+        return self.added(h, self.down, w.gated(self.down.weights, k.gu, self.act), w, k)
 
     def backward(self, dy: Tensor, h: Tensor, w: Weights, correction: None, k: Kept, grads: Grads) -> Tensor:
         """dh [T, H] from dy [T, H]. Uses up what was kept, and writes into it."""
@@ -281,12 +244,10 @@ class GatedMLP(Half):
             b = self.normed(h, w, k)
             k.gu = self.gu.forward(b, w)
             if self.norm_out and k.last is None:
-                self._finish(h, w, k)
+                self.added(h, self.down, w.gated(self.down.weights, k.gu, self.act), w, k)
         dd = self.output_grad(dy, w, k, grads)
-        # Codes of these alone will do where nothing but the products reads them.
-        alone = self.gu.alone and self.down.alone and grads.wanted.isdisjoint(self.gu.biases)
         dact = self.down.input_grad(dd, w)
-        if alone:
+        if grads.wanted.isdisjoint(self.gu.biases):      # nothing but the products reads these: codes alone will do
             dgu, act = w.gated_grads(self.gu.weights, self.down.weights, dact, k.gu, self.act,
                                      None if self.norm_in else h)
         else:
@@ -297,28 +258,11 @@ class GatedMLP(Half):
         del act, dd
         return self.input_grad(self.gu, dgu, dy, h, b, w, k, grads)
 
-    def kept_bytes(self, keep: str, item: int) -> int:
-        """Bytes that a token takes between forward and backward."""
-        columns = self.down.rows[0] * bool(self.norm_out) + (2 * self.down.inputs if keep == "saved" else 0)
-        return columns * item + 4 * len(self.norms)
-
-    def work_columns(self) -> int:
-        """Numbers of a token that backward has beside what "saved" keeps."""
-        return self.down.inputs
-
-    def tiled(self, item: int) -> tuple[int, int, int]:
-        """Where gate|up is not kept: bytes of a token that only so many rows have at a time, those rows, and bytes of
-        the weight gradients' sums where there are more."""
-        used = sum(self.gu.rows) * self.gu.inputs + self.down.rows[0] * self.down.inputs
-        return 3 * self.down.inputs * item, self.tile(item), 4 * used
-
 
 # ---- single modules: what they keep never leaves the device ----------------------------------------------
 
 class Embedding(Template):
     """Rows of a table by number: ids [...] int64 -> [..., H]."""
-
-    differentiable_input = False
 
     def __init__(self, module: nn.Module) -> None:
         if type(module) is not nn.Embedding:
@@ -345,8 +289,8 @@ class Embedding(Template):
         grads["weight"] = ops.embedding_backward(dy.reshape(-1, self.width), ids.reshape(-1), self.rows, padding)
         return None, grads
 
-    def input_bytes(self, tokens: int, item: int) -> int:
-        return 8 * tokens
+    def sizes(self, item: int) -> Sizes:
+        return Sizes(8, tuple([(keep, 0) for keep in (*KEEPS, LINKED)]), 0)
 
 
 class LoneNorm(Template):
@@ -367,11 +311,6 @@ class LoneNorm(Template):
         grads, rstd = Grads(wanted), self.norm.forward(x, w)[1] if kept is None else kept
         return self.norm.backward(dy, x, rstd, w, grads)[0], grads
 
-    def input_bytes(self, tokens: int, item: int) -> int:
-        return tokens * self.norm.size * item
-
-    def kept_bytes(self, keep: str, tokens: int, item: int) -> int:
-        return 4 * tokens
-
-    def work_bytes(self, tokens: int, item: int) -> int:
-        return 2 * tokens * self.norm.size * item
+    def sizes(self, item: int) -> Sizes:
+        row = self.norm.size * item
+        return Sizes(row, tuple([(keep, 4) for keep in (*KEEPS, LINKED)]), 2 * row)

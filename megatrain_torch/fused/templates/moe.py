@@ -367,7 +367,10 @@ class SparseMLP(Half):
         shared = (f"{name}.shared_expert", f"{name}.shared_experts", "shared_mlp")
         self.shared = next((Shared(layer, n, f"{name}.shared_expert_gate") for n in shared if has(layer, n)), None)
         self.linears = self.shared.linears if self.shared else ()
-        self.names = self.router.names | self.experts.names | {n for one in self.linears for n in one.names}
+        self.names = self.router.names | self.experts.names
+        self.made = 2 * self.experts.inter * self.router.top_k + (2 * self.shared.down.inputs if self.shared else 0)
+        self.few = 4 * (self.experts.count + len(self.norms)) + 8 * self.router.top_k    # the router's, and 1/rms
+        self.work = self.router.top_k * (2 * self.experts.inter + 2 * self.hidden)
         self.open = [(self.router, "facts"), (self.experts, "act"), (self.experts, "interleaved"),
                      *([(self.shared, "act")] if self.shared else [])]
 
@@ -412,20 +415,3 @@ class SparseMLP(Half):
         if self.norm_in is None:
             return db.add_(dy)
         return self.norm_in.backward(db, h, k.rstd, w, grads, add=dy)[0]
-
-    def kept_bytes(self, keep: str, item: int) -> int:
-        """Bytes that a token takes between forward and backward."""
-        shared = 2 * self.shared.down.inputs if self.shared else 0
-        columns = self.hidden * bool(self.norm_out)
-        columns += 2 * self.experts.inter * self.router.top_k + shared if keep == "saved" else 0
-        routed = self.experts.count * (4 if self.router.facts.wide else item) + 8 * self.router.top_k
-        return columns * item + routed + 4 * len(self.norms)
-
-    def work_columns(self) -> int:
-        """Numbers of a token that backward has beside what "saved" keeps."""
-        return self.router.top_k * (2 * self.experts.inter + 2 * self.hidden)
-
-    @staticmethod
-    def tiled(item: int) -> tuple[int, int, int]:
-        """Nothing is: as GatedMLP's."""
-        return 0, 0, 0

@@ -1,9 +1,10 @@
 """What templates are made of besides weights: a call's arguments, norms, linear layers, the half of a decoder layer."""
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,7 +21,33 @@ from .weights import Grads, Weights
 
 
 class Unfit(Exception):
-    """A module, or a call of it, that a template does not cover; the text says why."""
+    """A module, or a call of it, that a template does not cover, or is not proved to; the text says why."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a template keeps and needs, in bytes per token, where nothing else is said. Plans reckon with it."""
+
+    input: int
+    kept: tuple[tuple[str, int], ...]           # by mode, beside the input
+    work: int                                   # that backward needs at most beside the input
+    # Of that, where gate|up is not kept: what only so many rows have at a time, those rows, and bytes of the weight
+    # gradients' sums where there are more.
+    tiled: tuple[int, int, int] = (0, 0, 0)
+    copied: tuple[int, int] = (0, 0)            # besides, where there are more tokens than the second
+    # What a single row of so many tokens, the third, spares backward where gate|up is not kept, and bytes besides.
+    long: tuple[int, int, int] = (0, 0, NEVER)
+    expanded: tuple[int, int] = (0, 0)          # bytes of weights made of codes: of most there are at once, and of all
+    # Of a mixture how many there are; and where they are fetched in parts: bytes of weights made of their codes, and
+    # bytes per token, that as many have at once.
+    experts: tuple[int, int, int] = (0, 0, 0)
+    parts: int = 1                              # how often others of them come
+    cached: int = 0                             # keys and values, where the configuration has a forward gather them
+
+    def spared(self, tokens: int) -> int:
+        """Bytes that tiles spare so many tokens."""
+        each, rows, sums = self.tiled
+        return max(0, (tokens - rows) * each - sums) if tokens > rows else 0
 
 
 class Template:
@@ -28,27 +55,18 @@ class Template:
     is said here is that of a single module, whose Decoder says what the functions are.
 
     Attributes:
-        differentiable_input: its input has a gradient.
-        swaps, links: what it keeps may wait in host memory; it can make its output again.
+        swaps: what it keeps may wait in host memory, and it can make its output again.
         rounds: it is nothing for a GPU, where the package of its codes rounds activations to codes too.
         coded: its products, one at least, may be of 8-bit codes (weights.Coded).
         routes: it has a mixture of experts.
-        cached: numbers of a token that a key-value cache gathers in a forward, where the configuration has it.
         open: (part, attribute): what a proof finds beside the structure; it differs from case to case.
         config: of the model; a template in other settings has the same.
     """
 
-    differentiable_input, swaps, links, rounds, coded, routes, cached = True, False, False, False, False, False, 0
+    swaps, rounds, coded, routes = False, False, False, False
     open: list[tuple[Any, str]] = []
     config: Any = None
     check: Any = staticmethod(lambda: None)
-    expanded: Any = staticmethod(lambda item: (0, 0))
-    copied: Any = staticmethod(lambda item: (0, 0))
-    tiled: Any = staticmethod(lambda item: (0, 0, 0))
-    experts: Any = staticmethod(lambda item: (0, 0, 0))
-    long: Any = staticmethod(lambda item: (0, 0, NEVER))
-    kept_bytes: Any = staticmethod(lambda keep, tokens, item: 0)
-    work_bytes: Any = staticmethod(lambda tokens, item: 0)
 
     @property
     def settings(self) -> tuple[Any, ...]:
@@ -137,35 +155,26 @@ class _Cut(torch.autograd.Function):
 
 
 def cut(t: Tensor) -> Tensor:
-    """The same values for a cache, with a history that refuses to be gone through, and holds nothing."""
+    """The same values for a cache, with a history that refuses to be gone through, and holds nothing: a leaf would hold
+    t for as long as what the cache makes of it lives."""
     return _Cut.apply(t.detach(), t.new_empty(0).requires_grad_())
-
-
-def unflattened(t: Tensor, shape: Any) -> Tensor:
-    """t [T, H] as [B, S, H], and no view: autograd lets nobody change a node's output in place if it is one."""
-    return torch.ops.aten._unsafe_view(t, shape)
 
 
 # ---- a module's parts ------------------------------------------------------------------------------
 
 def has(layer: nn.Module, name: str) -> bool:
     """Is there a module of this dotted name that does something?"""
-    found = _find(layer, name)
-    return found is not None and not isinstance(found, nn.Identity)
+    with contextlib.suppress(Unfit):
+        return not isinstance(child(layer, name), nn.Identity)
+    return False
 
 
 def child(layer: nn.Module, name: str) -> Any:
     """The module of this dotted name; Unfit where there is none."""
-    found = _find(layer, name)
-    if found is None:
-        raise Unfit(f"no template covers a {type(layer).__name__}: it has no {name}")
-    return found
-
-
-def _find(layer: Any, name: str) -> nn.Module | None:
-    for part in name.split(".") if name else ():
-        layer = getattr(layer, part, None)
-    return layer if isinstance(layer, nn.Module) else None
+    try:
+        return layer.get_submodule(name)
+    except AttributeError:
+        raise Unfit(f"no template covers a {type(layer).__name__}: it has no {name}") from None
 
 
 def codings_of(layer: nn.Module) -> dict[str, Coding]:
@@ -211,7 +220,7 @@ class Norm:
         weight = w[self.weight]
         if weight.dtype != x.dtype:
             return _wide_norm(x, weight, self.eps, self.style)
-        if linears is not None and linears.alone:
+        if linears is not None:
             return w.normed(linears.weights, x, weight, self.eps, self.style)
         return ops.rms_norm(x, weight, self.eps, self.style)[::2]
 
@@ -291,9 +300,10 @@ class Linears:
     it, as autocast makes them; sums are in fp32, and so are gradients of adapters in fp32.
 
     Attributes:
-        weights, biases: their names. rows: of each. adapters: by the name of a weight. names: of all parameters.
-        beside: of each adapter its columns of t and dt [T, sum of ranks], its columns of y, and itself.
-        alone: only the products with the joint matrix read its input, and, where there are no biases that learn, the
+        weights, biases: their names. rows: of each; numel: of all. adapters: by the name of a weight. names: of all
+            parameters.
+        beside: of each adapter its columns of t and dt [T, sum of ranks], its columns of y, and itself. Where there is
+            none, only the products with the joint matrix read its input, and, where there are no biases that learn, the
             gradient of its output.
     """
 
@@ -305,6 +315,7 @@ class Linears:
                 raise Unfit(f"{name} is a {type(m).__name__}, not a plain nn.Linear")
         self.rows = tuple(m.out_features for m in modules)
         self.inputs = modules[0].in_features
+        self.numel = sum(self.rows) * self.inputs
         self.weights = tuple(f"{n}.weight" for n, _, _, _ in found)
         biased = [m.bias is not None for m in modules]
         if any(biased) and not all(biased):
@@ -323,7 +334,6 @@ class Linears:
                 rank += a.rank
             begin += rows
         self._downs, self._ranks = tuple(a.a for *_, a in self.beside), tuple(a.rank for *_, a in self.beside)
-        self.alone = not self.beside
 
     def forward(self, x: Tensor, w: Weights) -> Tensor:
         y = w.product(self.weights, x, self.biases)
@@ -337,7 +347,7 @@ class Linears:
         """base + factor * forward(x), added inside the product where that is all."""
         if self.biases or self.beside:
             return torch.add(base, self.forward(x, w), alpha=factor)
-        return w.product_onto(self.weights, base, x, factor)
+        return w.product(self.weights, x, (), base, factor)
 
     def input_grad(self, dy: Tensor, w: Weights) -> Tensor:
         dx = w.input_grad(self.weights, dy)
@@ -429,16 +439,23 @@ class Half:
     """y = x + r * norm_out(f(norm_in(x))), where norms may be missing.
 
     Attributes:
-        factor: r. norms, linears: all there are. names: of all parameters, but for norms'.
+        factor: r. norms, linears: all there are. names: of parameters besides.
+        hidden: width of x. Of a token, between forward and backward: `columns` numbers in any case, `made` more that
+            "selective" makes again, and so many bytes of others, `few`. work: numbers that backward has beside what
+            "saved" keeps, and its own of [T, H].
     """
 
-    norms: list[Norm]
-    linears: tuple[Linears, ...]
-    names: set[str]
+    names: Collection[str] = ()
+    hidden = columns = made = few = work = 0
 
     def __init__(self, norm_in: Norm | None, norm_out: Norm | None, factor: float) -> None:
         self.norm_in, self.norm_out, self.factor = norm_in, norm_out, factor
         self.norms = [n for n in (norm_in, norm_out) if n]
+
+    def kept_bytes(self, keep: str, item: int) -> int:
+        """Of a token, between forward and backward."""
+        columns = self.columns + self.hidden * bool(self.norm_out) + self.made * (keep == "saved")
+        return columns * item + self.few
 
     def normed(self, x: Tensor, w: Weights, k: Kept, linears: Linears | None = None) -> Any:
         """norm_in(x). linears: that alone read it, and may have it as their product takes it."""

@@ -69,14 +69,13 @@ class Weights:
 
     # ---- products with the joint matrix W [N, K] of `names`: the one way by which linear layers come to theirs ----
 
-    def product(self, names: tuple[str, ...], x: Tensor, biases: tuple[str, ...] = ()) -> Tensor:
-        """x W' + bias [T, N], from x [T, K]."""
+    def product(self, names: tuple[str, ...], x: Tensor, biases: tuple[str, ...] = (), base: Tensor | None = None,
+                factor: float = 1.0) -> Tensor:
+        """x W' + bias, or base + factor * x W' [T, N], from x [T, K]: added inside the product."""
         matrix = self.joint(names).t()
+        if base is not None:
+            return torch.addmm(base, x, matrix, alpha=factor)
         return torch.addmm(self.joint(biases), x, matrix) if biases else torch.mm(x, matrix)
-
-    def product_onto(self, names: tuple[str, ...], base: Tensor, x: Tensor, factor: float) -> Tensor:
-        """base + factor * x W' [T, N], added inside the product."""
-        return torch.addmm(base, x, self.joint(names).t(), alpha=factor)
 
     def normed(self, names: tuple[str, ...], x: Tensor, weight: Tensor, eps: float, style: int) -> tuple[Any, Tensor]:
         """RMSNorm of x [T, K], as the product with the matrix of names alone takes it, and 1/rms."""
@@ -97,16 +96,15 @@ class Weights:
         """dy W [T, K], from dy [T, N]."""
         return torch.mm(dy, self.joint(names))
 
-    def weight_grad(self, names: tuple[str, ...], dy: Tensor, x: Tensor) -> Tensor:
-        """dy' x [N, K]."""
-        return torch.mm(dy.t(), x)
-
-    def add_weight_grad(self, names: tuple[str, ...], dy: Tensor, x: Tensor, total: Tensor, begun: bool) -> None:
-        """total = dy' x, or what it was and that; fp32 at least."""
+    def weight_grad(self, names: tuple[str, ...], dy: Tensor, x: Tensor, total: Tensor | None = None,
+                    begun: bool = False) -> Tensor:
+        """dy' x [N, K]. total: of fp32 at least, to which it is added (begun), or which it is written to."""
+        if total is None:
+            return torch.mm(dy.t(), x)
         if total.dtype != torch.float32:
-            torch.addmm(total, dy.t(), x, beta=float(begun), out=total)
-        else:
-            ops.gemm_(total, dy.t(), x, beta=float(begun))
+            return torch.addmm(total, dy.t(), x, beta=float(begun), out=total)
+        ops.gemm_(total, dy.t(), x, beta=float(begun))
+        return total
 
 
 def glu_grads(dh: Tensor, gu: Tensor, act: int) -> tuple[Tensor, Tensor]:
@@ -135,10 +133,10 @@ class Grads(dict[str, Tensor]):
         """dy' x [sum of rows, K], from dy [T, sum of rows] and x [T, K]; dtype: of the weights, if it is another."""
         if dtype != torch.float32 or dy.dtype not in (torch.bfloat16, torch.float16):
             total = w.weight_grad(names, dy, x)
-            total = total if dtype in (None, total.dtype) else total.to(dtype)
+            total = total.to(dtype or total.dtype)
         else:
             total = torch.empty(dy.shape[1], x.shape[1], dtype=dtype, device=x.device)
-            w.add_weight_grad(names, dy, x, total, False)
+            w.weight_grad(names, dy, x, total)
         self.put(names, rows, total)
 
 
@@ -166,7 +164,7 @@ class Sums(Grads):
             wide = torch.promote_types(dy.dtype, torch.float32)
             total = torch.empty(sum(rows), x.shape[1], dtype=wide, device=x.device)
             self._matrices[names] = rows, dtype or dy.dtype, total
-        w.add_weight_grad(names, dy, x, self._matrices[names][2], begun)
+        w.weight_grad(names, dy, x, self._matrices[names][2], begun)
 
     def finish(self) -> None:
         """What was added up, in the gradients' types."""
@@ -246,10 +244,6 @@ class Pieces(Weights):
             self._rest = self._rest_of()
         return self._rest
 
-    @property
-    def by_name(self) -> dict[str, Tensor]:
-        return self.rest.by_name
-
     def __getitem__(self, name: str) -> Tensor:
         """Of a stack all experts, together."""
         if name not in self._stacks:
@@ -318,15 +312,18 @@ class Coded(Weights):
         # by rows or not; and scales of rows.
         self._gradients: dict[tuple[str, ...], tuple[Tensor, bool, ops.Codes, Tensor]] = {}
 
-    def product(self, names: tuple[str, ...], x: Tensor, biases: tuple[str, ...] = ()) -> Tensor:
+    def product(self, names: tuple[str, ...], x: Tensor, biases: tuple[str, ...] = (), base: Tensor | None = None,
+                factor: float = 1.0) -> Tensor:
         if not self._fits(names, x):
-            return super().product(names, x, biases)
-        return self._forward(names, x, bias=self.joint(biases) if biases else None)
-
-    def product_onto(self, names: tuple[str, ...], base: Tensor, x: Tensor, factor: float) -> Tensor:
-        if not self._fits(names, x):
-            return super().product_onto(names, base, x, factor)
-        return self._forward(names, x, base=base, alpha=factor)
+            return super().product(names, x, biases, base, factor)
+        if names not in self._rows:
+            self._rows[names] = ops.fp8_cast(self.joint(names))
+        matrix = self._rows[names]
+        y = torch.empty(x.shape[0], matrix.scale.shape[0], dtype=x.dtype, device=x.device)
+        codes = x.take("rows") if isinstance(x, Made) else ops.fp8_cast(x)
+        bias = self.joint(biases) if biases else None
+        ops.fp8_gemm_(y, codes, matrix, bias=bias, base=base, alpha=factor, fast=True)
+        return y
 
     def normed(self, names: tuple[str, ...], x: Tensor, weight: Tensor, eps: float, style: int
                ) -> tuple[Tensor | Made, Tensor]:
@@ -366,31 +363,16 @@ class Coded(Weights):
         ops.fp8_gemm_(dx, self._gradient(names, dy, True)[0], matrix)
         return dx
 
-    def weight_grad(self, names: tuple[str, ...], dy: Tensor, x: Tensor) -> Tensor:
+    def weight_grad(self, names: tuple[str, ...], dy: Tensor, x: Tensor, total: Tensor | None = None,
+                    begun: bool = False) -> Tensor:
         if not self._fits(names, dy):
-            return super().weight_grad(names, dy, x)
-        dw = torch.empty(dy.shape[1], x.shape[1], dtype=dy.dtype, device=dy.device)
-        ops.fp8_gemm_(dw, *self._balanced(names, dy, x))
+            return super().weight_grad(names, dy, x, total, begun)
+        dw = torch.empty(dy.shape[1], x.shape[1], dtype=dy.dtype, device=dy.device) if total is None else total
+        ops.fp8_gemm_(dw, *self._balanced(names, dy, x), base=total if begun else None)
         return dw
-
-    def add_weight_grad(self, names: tuple[str, ...], dy: Tensor, x: Tensor, total: Tensor, begun: bool) -> None:
-        if self._fits(names, dy):
-            ops.fp8_gemm_(total, *self._balanced(names, dy, x), base=total if begun else None)
-        else:
-            super().add_weight_grad(names, dy, x, total, begun)
 
     def _fits(self, names: tuple[str, ...], rows: Tensor) -> bool:
         return rows.shape[0] > 0 and fits(self.joint(names).shape, rows.dtype)
-
-    def _forward(self, names: tuple[str, ...], x: Tensor, bias: Tensor | None = None, base: Tensor | None = None,
-                 alpha: float = 1.0) -> Tensor:
-        if names not in self._rows:
-            self._rows[names] = ops.fp8_cast(self.joint(names))
-        matrix = self._rows[names]
-        y = torch.empty(x.shape[0], matrix.scale.shape[0], dtype=x.dtype, device=x.device)
-        codes = x.take("rows") if isinstance(x, Made) else ops.fp8_cast(x)
-        ops.fp8_gemm_(y, codes, matrix, bias=bias, base=base, alpha=alpha, fast=True)
-        return y
 
     def _gradient(self, names: tuple[str, ...], dy: Tensor | Made, by_rows: bool) -> tuple[ops.Codes, Tensor | None]:
         """Codes of dy, and scales of its rows. Where codes are not there yet, those of the other kind are made beside
