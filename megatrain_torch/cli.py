@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import argparse
 import errno
+import functools
 import signal
 import sys
 from collections.abc import Sequence
 
 from megatrain_torch import MegatrainError, __version__
 
-from .commands import launch, plan, train, verbs
+from .commands import launch, train, verbs
 from .commands.settings import Stopped, unknown
 
 
@@ -53,20 +54,24 @@ def _of_system(why: OSError) -> str:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Leaves with status 2 and the nearest verb's or flag's name where one is not known."""
-    parser = _parser()
-    verbs = next(a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    parser = argparse.ArgumentParser("megatrain", description="Training models larger than the GPU, on one or several.")
+    parser.add_argument("--version", action="version", version=f"megatrain {__version__}")
+    commands = parser.add_subparsers(required=True, dest="verb", metavar="VERB", parser_class=functools.partial(
+        argparse.ArgumentParser, allow_abbrev=False))
+    for room in (train, verbs):
+        room.add(commands)
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
-        parser.error(f"say what to do: {', '.join(verbs)}; megatrain VERB --help has each one's flags")
-    if not words[0].startswith("-") and words[0] not in verbs:
-        parser.error(unknown(words[0], verbs))
+        parser.error(f"say what to do: {', '.join(commands.choices)}; megatrain VERB --help has each one's flags")
+    if not words[0].startswith("-") and words[0] not in commands.choices:
+        parser.error(unknown(words[0], commands.choices))
     args, rest = parser.parse_known_args(words)
     if "data" in args and not any(word.startswith("-") for word in rest):        # DATA behind a flag
         args.data, rest = [*args.data, *rest], []
     if args.verb == "train":                                 # TRL's arguments by their own names
         args.more, rest = _pairs(rest)
     if rest:
-        flags = [flag for flag in verbs[args.verb]._option_string_actions if flag.startswith("--")]
+        flags = [flag for flag in commands.choices[args.verb]._option_string_actions if flag.startswith("--")]
         parser.error(unknown(rest[0].split("=")[0], flags))
     if "words" in args:                  # of a verb that starts processes which run the same
         args.words = words
@@ -83,15 +88,6 @@ def _pairs(rest: list[str]) -> tuple[dict[str, str], list[str]]:
         found[name.replace("-", "_")] = value if given else rest[1]
         rest = rest[1 if given else 2:]
     return found, rest
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("megatrain", description="Training models larger than the GPU, on one or several.")
-    parser.add_argument("--version", action="version", version=f"megatrain {__version__}")
-    commands = parser.add_subparsers(required=True, dest="verb", metavar="VERB")
-    for room in (train, verbs, plan):
-        room.add(commands)
-    return parser
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ from hypothesis import strategies as st
 import megatrain_torch as mt
 from megatrain_torch import MegatrainError, cli
 from megatrain_torch.checkpoint import manifest
-from megatrain_torch.commands import data, folder, models, records, rows, train
+from megatrain_torch.commands import data, folder, models, records, train
 from megatrain_torch.commands.folder import write_yaml
-from megatrain_torch.commands.settings import Settings, page
+from megatrain_torch.commands.settings import Settings
 
 pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[1]
@@ -150,7 +150,7 @@ def test_the_page_has_the_settings_of_today() -> None:
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
     text = tool.PAGE.read_text()
-    assert tool.renewed(text, page()) == text, "run python tools/cli_page.py"
+    assert tool.renewed(text, tool.page()) == text, "run python tools/cli_page.py"
 
 
 # ---- data ----------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def piece(begin: int, length: int, whole: bool) -> data.Document:
 @settings(max_examples=60, deadline=None)
 def test_rows_hold_every_token_once_and_predict_none_across_documents(spec: list[tuple[int, bool]], seq: int) -> None:
     found = [piece(100 * (i + 1), n, whole) for i, (n, whole) in enumerate(spec)]
-    made = rows.packed(found, seq, filler=7)
+    made = data.packed(found, seq, filler=7)
     kept = sorted(t for d in found for t in d.ids[:seq if d.whole else None].tolist())
     assert sorted(made.ids[made.ids != 7].tolist()) == kept
     for ids, row in zip(made.ids, map(made.__getitem__, range(len(made)))):
@@ -292,19 +292,19 @@ def test_rows_hold_every_token_once_and_predict_none_across_documents(spec: list
             if follows and ids[at] != 7:
                 assert ids[at] == ids[at - 1] + 1 and labels[at] == ids[at], "it goes on, and is a target"
             else:
-                assert labels[at] == rows.IGNORED
+                assert labels[at] == data.IGNORED
 
 
 def test_a_packed_row_has_the_losses_of_its_documents_alone() -> None:
     model, rng = toy_model().eval(), np.random.default_rng(0)
     ids = [rng.integers(0, 256, n).astype(np.int32) for n in (9, 17, 5, 30)]
-    made = rows.packed([data.Document(i, np.ones(len(i), bool), True) for i in ids], 40, 0)
-    batch = rows.collate(False)([made[i] for i in range(len(made))])
+    made = data.packed([data.Document(i, np.ones(len(i), bool), True) for i in ids], 40, 0)
+    batch = data.collate(False)([made[i] for i in range(len(made))])
 
     def total(batch: dict[str, torch.Tensor]) -> float:
         logits = model(**{k: v for k, v in batch.items() if k != "labels"}, use_cache=False).logits
         return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(),
-                                                 ignore_index=rows.IGNORED, reduction="sum").item()
+                                                 ignore_index=data.IGNORED, reduction="sum").item()
 
     with torch.no_grad():
         alone = [total({"input_ids": (t := torch.from_numpy(i.astype(np.int64))[None]), "labels": t}) for i in ids]
@@ -338,33 +338,33 @@ def small(kind: str) -> Any:
                                          ("mamba", True)])
 def test_a_model_whose_documents_see_each_other_in_a_row_is_known(kind: str, leaks: bool, dtype: torch.dtype,
                                                                   flat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "SEPARATE", frozenset())
+    monkeypatch.setattr(models, "SEPARATE", frozenset())
     model, state = small(kind).to(dtype).train(), torch.get_rng_state()
-    why = rows.why_alone(model, 64, flat)
+    why = models.why_alone(model, 64, flat)
     assert bool(why) is leaks
     assert why is None or "see each other, whatever" in why or "from one document into the next" in why
     assert torch.equal(torch.get_rng_state(), state), "a run's random numbers stay what they were"
 
 
-@pytest.mark.parametrize("kind", sorted(rows.SEPARATE))
+@pytest.mark.parametrize("kind", sorted(models.SEPARATE))
 def test_kinds_that_are_not_asked_would_say_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import test_fused
     import test_moe
     model = (test_fused.FAMILIES | test_moe.FAMILIES)[kind.removesuffix("_text")]()
-    assert model.config.model_type == kind and rows.why_alone(model, 64, False) is None
-    monkeypatch.setattr(rows, "SEPARATE", frozenset())
+    assert model.config.model_type == kind and models.why_alone(model, 64, False) is None
+    monkeypatch.setattr(models, "SEPARATE", frozenset())
     for flat in (False, True):
-        assert rows.why_alone(model, 64, flat) is None
+        assert models.why_alone(model, 64, flat) is None
 
 
 def test_a_model_that_cannot_be_asked_gets_rows_of_one_document(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("no kernel here")
 
-    monkeypatch.setattr(rows, "SEPARATE", frozenset())
-    assert rows.why_alone(toy_model(), 2, False) is None, "rows may be as short as this"
+    monkeypatch.setattr(models, "SEPARATE", frozenset())
+    assert models.why_alone(toy_model(), 2, False) is None, "rows may be as short as this"
     monkeypatch.setattr(type(toy_model()), "forward", fails)
-    assert "could not be asked (no kernel here)" in rows.why_alone(toy_model(), 64, False)
+    assert "could not be asked (no kernel here)" in models.why_alone(toy_model(), 64, False)
 
 
 @pytest.mark.parametrize("kind", ["opt", "bloom", "mamba", "qwen3_next"])
@@ -377,26 +377,26 @@ def test_weights_that_are_small_today_hide_no_leak(kind: str) -> None:
     model = tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**sizes)) if kind == "qwen3_next" else small(kind)
     for p in model.parameters():
         p.data.mul_(1e-4)
-    assert rows.why_alone(model, 64, False)
+    assert models.why_alone(model, 64, False)
 
 
 @given(st.lists(st.tuples(st.integers(1, 25), st.booleans()), min_size=1, max_size=8), st.integers(2, 12))
 @settings(max_examples=30, deadline=None)
 def test_rows_of_one_document_hold_every_token_once(spec: list[tuple[int, bool]], seq: int) -> None:
     found = [piece(100 * (i + 1), n, whole) for i, (n, whole) in enumerate(spec)]
-    made = rows.packed(found, seq, filler=7, alone=True)
+    made = data.packed(found, seq, filler=7, alone=True)
     kept = sorted(t for d in found for t in d.ids[:seq if d.whole else None].tolist())
     assert sorted(made.ids[made.ids != 7].tolist()) == kept and made.shared == 0
     for ids, row in zip(made.ids, map(made.__getitem__, range(len(made)))):
         labels = row["labels"].numpy()
         length = int((ids != 7).sum())
         assert (ids[:length] == np.arange(ids[0], ids[0] + length)).all(), "one document, from its row's beginning"
-        assert (labels[1:length] == ids[1:length]).all() and (labels[length:] == rows.IGNORED).all()
+        assert (labels[1:length] == ids[1:length]).all() and (labels[length:] == data.IGNORED).all()
 
 
 def test_what_is_held_out_is_not_trained() -> None:
     found = [piece(0, 50, False), piece(100, 50, False), piece(200, 50, True)]
-    train, held = rows.held_out(found, 0.2, seed=1)
+    train, held = data.held_out(found, 0.2, seed=1)
     tokens = [set(np.concatenate([d.ids for d in part]).tolist()) for part in (train, held)]
     assert not tokens[0] & tokens[1] and len(tokens[0] | tokens[1]) == 150
     assert len(tokens[1]) == 30 or set(range(200, 250)) <= tokens[1]
@@ -608,7 +608,7 @@ def test_documents_that_would_see_each_other_get_rows_of_their_own(tmp_path: Pat
     losses, targets = 0.0, 0
     for document in data.documents(pairs, bytes_tokenizer()):
         ids = torch.from_numpy(document.ids.astype(np.int64))
-        labels = ids.masked_fill(~torch.from_numpy(document.trained), rows.IGNORED)
+        labels = ids.masked_fill(~torch.from_numpy(document.trained), data.IGNORED)
         with torch.no_grad():
             losses += model(ids[None], labels=labels[None]).loss.item() * int(document.trained.sum())
         targets += int(document.trained.sum())

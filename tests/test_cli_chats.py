@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from test_cli import bytes_tokenizer
 
 from megatrain_torch import MegatrainError
-from megatrain_torch.commands import data, rows
+from megatrain_torch.commands import data
 from megatrain_torch.commands.records import Template, rendered
 
 TRL = importlib.util.find_spec("trl")
@@ -166,9 +166,9 @@ def test_the_rows_of_answers_are_counted_and_stay_together(capsys: pytest.Captur
         pytest.skip("no templates here")
     found = data.documents([{"messages": TALK}] * 10, tokenizer_of("qwen3"), None, "a.jsonl")
     assert "each answer is learned behind what came before it: 20 rows of 10 conversations" in capsys.readouterr().out
-    train, held = rows.held_out(found, 0.25, 0)
+    train, held = data.held_out(found, 0.25, 0)
     assert (len(train), len(held)) == (7, 3) and all(len(d.starts) == 2 for d in train + held)
-    made = rows.packed(found[:1], 400, 0, alone=True)
+    made = data.packed(found[:1], 400, 0, alone=True)
     assert len(made) == 2 and made.targets == found[0].trained.sum()
 
 

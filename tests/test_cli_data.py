@@ -81,7 +81,7 @@ def test_files_by_another_name_are_what_they_hold(tmp_path: Path, capsys: pytest
 
 def test_what_is_asked_of_a_preference_is_a_text() -> None:
     with pytest.raises(MegatrainError, match="a record: instruction is a list: a text is needed"):
-        records.with_prompt({"instruction": ["a"], "chosen": "b", "rejected": "c"}, True, "a record")
+        records.as_asked({"instruction": ["a"], "chosen": "b", "rejected": "c"}, "dpo", True, "a record")
 
 
 ALPACA = {"instruction": "Add.", "input": "1 2", "output": "3"}

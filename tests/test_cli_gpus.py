@@ -22,9 +22,9 @@ from test_cli import TEXT, bytes_tokenizer, toy_model
 
 from megatrain_torch import MegatrainError, cli
 from megatrain_torch.commands import launch, verbs
+from megatrain_torch.commands.data import Rows, collate
 from megatrain_torch.commands.loop import Filled
-from megatrain_torch.commands.rows import Rows, collate
-from megatrain_torch.commands.settings import Settings, for_data, for_gpus, for_machine, in_flags
+from megatrain_torch.commands.settings import Settings, in_flags
 
 STEPS = 14
 SETTINGS = ("--device", "cpu", "--seq", "32", "--tokens", "256", "--steps", STEPS, "--lr", "1e-3", "--save-every", "100",
@@ -170,13 +170,13 @@ def test_what_is_refused_is_said_once(toy: list[Any], tmp_path: Path, capfd: pyt
      "parts; 1, 2 can")], ids=str)
 def test_a_step_that_cannot_be_divided_is_refused_with_what_can(values: dict[str, Any], words: str) -> None:
     with pytest.raises(MegatrainError) as why:
-        for_data(Settings.of({"seq": 32, **values}, "here"), 1000)
+        Settings.of({"seq": 32, **values}, "here").for_data(1000)
     assert words in str(why.value)
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 3, 8])
 def test_tokens_that_were_not_said_are_divided_evenly(gpus: int) -> None:
-    found = for_data(Settings(seq=32, device="cpu", gpus=gpus), 1000)
+    found = Settings(seq=32, device="cpu", gpus=gpus).for_data(1000)
     assert found.tokens // 32 % gpus == 0 and 48 // gpus * gpus <= found.tokens // 32 <= 50
 
 
@@ -184,14 +184,14 @@ def test_tokens_that_were_not_said_are_divided_evenly(gpus: int) -> None:
                                                         (3, 2, 2, 3), (3, 1, 2, None)])
 def test_a_resumed_run_keeps_its_micro_batches_where_it_can(micro: int, before: int, now: int,
                                                             wanted: int | None) -> None:
-    assert for_gpus(Settings(micro=micro, gpus=before), now) == Settings(micro=wanted, gpus=now)
+    assert Settings(micro=micro, gpus=before).for_gpus(now) == Settings(micro=wanted, gpus=now)
 
 
 def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(MegatrainError, match="gpus=3: there are 2 CUDA devices here; --gpus 2 or fewer"):
-        for_machine(Settings(gpus=3))
+        Settings(gpus=3).for_machine()
 
 
 def test_another_launcher_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

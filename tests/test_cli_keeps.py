@@ -428,7 +428,6 @@ def test_a_report_replaces_no_file_that_is_none(run: Path, capsys: pytest.Captur
 
 def test_an_export_leaves_what_has_its_name(run: Path, monkeypatch: pytest.MonkeyPatch,
                                             capsys: pytest.CaptureFixture[str]) -> None:
-    from megatrain_torch.commands.models import export
     fills("e.unfinished/a")(run.parent)
     model, tokenizer = toy_model(), bytes_tokenizer()
     save = tokenizer.save_pretrained
@@ -439,8 +438,8 @@ def test_an_export_leaves_what_has_its_name(run: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(type(tokenizer), "save_pretrained", lambda _, path: meanwhile(path))
     before = {p.name for p in run.parent.iterdir()}
-    with pytest.raises(MegatrainError, match="is there already"):
-        export(model, tokenizer, run.parent / "e")
+    with pytest.raises(MegatrainError, match="is there already"), models.appearing(run.parent / "e") as half:
+        models.save(model, tokenizer, half, run.parent)
     assert {p.name for p in run.parent.iterdir()} == before | {"e"} and (run.parent / "e/a").read_text() == "mine"
     assert (run.parent / "e.unfinished/a").read_text() == "mine"
 

@@ -21,7 +21,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from megatrain_torch.commands import data, rows
+from megatrain_torch.commands import data
 from megatrain_torch.commands.settings import Settings
 
 LLAMA = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
@@ -182,6 +182,6 @@ def test_a_text_takes_at_most_twelve_bytes_a_byte(tmp_path: Path) -> None:
         pytest.skip("the peak of this process's memory cannot be asked for here")
     before = memory("VmRSS")
     found = data.sources(settings, settings.data, tokenizer)
-    parts = rows.held_out(data.mixed(found, 0), 0.02, 0)
-    assert len(rows.rows_of(settings, tokenizer, parts)[0]) > 5000
+    parts = data.held_out(data.mixed(found, 0), 0.02, 0)
+    assert len(data.rows_of(settings, tokenizer, parts)[0]) > 5000
     assert memory("VmHWM") - before < 12 * size + 20_000_000, "20 MB: what calls of the tokenizer take"

@@ -529,11 +529,11 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_settings_of_a_run_say_it_to_stream() -> None:
     """Weights are bf16 then, on the CPU too."""
-    from megatrain_torch.commands.settings import Settings, for_machine
+    from megatrain_torch.commands.settings import Settings
     from megatrain_torch.commands.train import _planned
     threads = torch.get_num_threads()
     try:
-        settings, other = (for_machine(Settings.of(asked | {"device": "cpu"}, "here")) for asked in ({"products": "fp8"}, {}))
+        settings, other = (Settings.of(asked | {"device": "cpu"}, "here").for_machine() for asked in ({"products": "fp8"}, {}))
     finally:
         torch.set_num_threads(threads)
     assert (settings.dtype, other.dtype) == ("bfloat16", "float32")

@@ -21,10 +21,20 @@ def renewed(text: str, table: str) -> str:
     return re.sub(f"{begin}.*{end}", lambda _: f"{MARKS[0]}\n{table}\n{MARKS[1]}", text, flags=re.S)
 
 
-def main() -> None:
+def page() -> str:
+    """The table."""
     sys.path.insert(0, str(ROOT))
-    from megatrain_torch.commands.settings import page
+    from megatrain_torch.commands.settings import SHOWN
 
+    lines = ["| setting | default | what |", "|---|---|---|"]
+    for f in SHOWN.values():
+        flag = f"`{f.name}`" if f.name in ("model", "data") else f"`--{f.name.replace('_', '-')}`"
+        text = f.metadata["text"] + (f": {', '.join(f.metadata['choices'])}" if f.metadata["choices"] else "")
+        lines.append(f"| {flag} | {'' if f.default is None else f'`{f.default}`'} | {text} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
     PAGE.write_text(renewed(PAGE.read_text(), page()))
 
 

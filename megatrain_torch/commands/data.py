@@ -4,13 +4,14 @@
 """
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
 import json
 import math
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice, pairwise
@@ -19,11 +20,12 @@ from time import monotonic
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from megatrain_torch import MegatrainError
 
-from . import records
-from .records import Chat, Template
+from . import models, records
+from .records import Chat, Record, Template
 from .settings import Settings, say
 
 T = TypeVar("T")
@@ -36,7 +38,8 @@ AT_ONCE = 4                          # passages: the tokenizer takes them on thr
 # The fields that a record of a method other than sft has.
 NEEDED = {"dpo": ("chosen", "rejected"), "orpo": ("prompt", "chosen", "rejected"), "reward": ("chosen", "rejected"),
           "kto": ("prompt", "completion", "label"), "grpo": ("prompt",)}
-TRUE, FALSE = (True, 1, "True", "true", "1"), (False, 0, "False", "false", "0")
+IGNORED = -100                       # a label that is no target, torch's own
+LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,9 @@ class Document:
 class Pair:
     """A record as TRL has it. Its length is that of its JSON: weights and shares count characters."""
 
-    record: dict[str, Any]
+    record: Record
     whole: bool = True
+    starts: tuple[int, ...] = (0,)
 
     @property
     def chat(self) -> bool:
@@ -83,17 +87,22 @@ class Pair:
 
 # ---- records -------------------------------------------------------------------------------------
 
-def documents(found: Iterable[dict[str, Any] | MegatrainError], tokenizer: Any, column: str | None = None,
-              source: str = "the data", date: datetime | None = None) -> list[Document]:
-    """Tokens of all records that have any. A wrong record is left out, and said; MegatrainError if all are.
+def documents(found: Iterable[Record | MegatrainError], tokenizer: Any, column: str | None = None,
+              source: str = "the data", date: datetime | None = None, method: str = "sft") -> list[Document | Pair]:
+    """Tokens of all records that have any; with other methods the records for TRL. A wrong one is left out, and said.
 
-    column: the field to train on. date: the run's first day, for templates that tell it."""
+    column: the field to train on. date: the run's first day, for templates that tell it.
+    Raises: MegatrainError: all are wrong, or empty."""
     template = Template(tokenizer, date)
-    read = _right(found, lambda record, where: _document(record, template, tokenizer, column, where), source)
-    made: list[Document] = []
-    while some := list(islice(read, TOGETHER)):
-        texts = [one for one in some if isinstance(one, str)]
-        short = [text for text in texts if 0 < len(text) <= 4 * PASSAGE]
+
+    def read(record: Record, where: str) -> Document | Pair | str:
+        if method == "sft":
+            return _document(record, template, column, where)
+        return pair(record, method, bool(tokenizer.chat_template), where)
+
+    right, made = _right(found, read, source), []
+    while some := list(islice(right, TOGETHER)):
+        short = [one for one in some if isinstance(one, str) and 0 < len(one) <= 4 * PASSAGE]
         # verbose=False: a text may well be longer than the model's window, rows are not.
         ids = iter(tokenizer(short, verbose=False)["input_ids"] if short else ())
         for one in some:
@@ -101,7 +110,7 @@ def documents(found: Iterable[dict[str, Any] | MegatrainError], tokenizer: Any, 
                 own = (ids_of(one, tokenizer) if len(one) > 4 * PASSAGE else
                        compact(_framed(next(ids), tokenizer) if one else ()))
                 one = Document(own, np.broadcast_to(np.True_, len(own)))
-            made += [one] if one.trained.any() else []
+            made += [one] if isinstance(one, Pair) or one.trained.any() else []
     if not made:
         raise MegatrainError(f"{source} has no tokens to train on: it is empty, or its texts are")
     if apart := [len(d.starts) for d in made if len(d.starts) > 1]:
@@ -110,17 +119,7 @@ def documents(found: Iterable[dict[str, Any] | MegatrainError], tokenizer: Any, 
     return made
 
 
-def pairs(found: Iterable[dict[str, Any] | MegatrainError], method: str, tokenizer: Any, source: str) -> list[Pair]:
-    """Records for TRL's other methods; a wrong one is left out, and said."""
-    chat = bool(tokenizer.chat_template)
-    made = list(_right(found, lambda record, where: pair(record, method, chat, where), source))
-    if not made:
-        raise MegatrainError(f"{source} is empty")
-    return made
-
-
-def _right(found: Iterable[dict[str, Any] | MegatrainError], read: Callable[[dict[str, Any], str], T], source: str
-           ) -> Iterator[T]:
+def _right(found: Iterable[Record | MegatrainError], read: Callable[[Record, str], T], source: str) -> Iterator[T]:
     """What is read of each record that is right; if none is, the first one's error."""
     wrong: list[MegatrainError] = []
     told, number, live = monotonic(), 0, sys.stderr.isatty()
@@ -140,46 +139,42 @@ def _right(found: Iterable[dict[str, Any] | MegatrainError], read: Callable[[dic
         say(f"{source}: {len(wrong)} of {number} records are left out; the first: {wrong[0]}")
 
 
-def _document(record: dict[str, Any], template: Template, tokenizer: Any, column: str | None, where: str
-              ) -> Document | str:
+def _document(record: Record, template: Template, column: str | None, where: str) -> Document | str:
     """A text stays one here: many are tokenized together."""
     if column is None:
-        record = records.as_asked(record, bool(tokenizer.chat_template), where)
+        record = records.as_asked(record, "sft", bool(template.tokenizer.chat_template), where)
     field = column or next((k for k in records.KNOWN if k in record), None)
     if field is None or field not in record:
         way = "" if column else ", or call two instruction and output, or question and answer"
         raise MegatrainError(f"{where} has {', '.join(map(repr, record))} and no "
                              f"{column or 'messages, prompt or text'}; name the field with --column{way}")
-    value = record[field]
+    value, of_messages = record[field], field in records.KNOWN[:2]
     if field == "prompt":
-        return _completion(record, template, tokenizer, where)
+        return _completion(record, template, where)
     if isinstance(value, list):
         messages = records.messages_of(value, where)
-        return _talk(records.rendered(messages, template.for_record(record, where)), template, tokenizer)
-    if isinstance(value, str) and field not in records.KNOWN[:2]:
+        return _talk(records.rendered(messages, template.for_record(record, where)), template)
+    if isinstance(value, str) and not of_messages:
         return value
-    kind = "null" if value is None else f"a {type(value).__name__}"
-    needed = "a list of messages" if field in records.KNOWN[:2] else "a text, or a list of messages,"
-    raise MegatrainError(f"{where}: {field} is {kind}: {needed} is needed")
+    needed = "a list of messages" if of_messages else "a text, or a list of messages,"
+    raise MegatrainError(f"{where}: {field} is {records.kind_of(value)}: {needed} is needed")
 
 
-def _completion(record: dict[str, Any], template: Template, tokenizer: Any, where: str) -> Document:
-    prompt, name = record["prompt"], next((n for n in ("completion", *records.ANSWERED) if n in record), "completion")
+def _completion(record: Record, template: Template, where: str) -> Document:
+    tokenizer, prompt = template.tokenizer, record["prompt"]
+    name = next((n for n in ("completion", *records.ANSWERED) if n in record), "completion")
     answer = record.get(name)
-    if isinstance(prompt, list) and answer is None:
-        raise MegatrainError(f"{where}: prompt is a list of messages and needs a completion beside it; if it is the "
-                             "whole conversation, rename it to messages")
     if isinstance(prompt, list) and isinstance(answer, list) and answer:
         messages = records.messages_of(prompt, where) + records.messages_of(answer, where)
-        return _talk(records.rendered(messages, template.for_record(record, where), len(prompt)), template, tokenizer)
-    if isinstance(prompt, list) or isinstance(answer, list):
-        kinds = ["a list of messages" if value and isinstance(value, list) else "an empty list" if value == [] else
-                 "a text" if isinstance(value, str) else f"a {type(value).__name__}" for value in (prompt, answer)]
-        raise MegatrainError(f"{where}: prompt is {kinds[0]} and {name} {kinds[1]}: both must be texts, or both lists "
-                             "of messages")
-    if not isinstance(answer, str) or not isinstance(prompt, str):
+        return _talk(records.rendered(messages, template.for_record(record, where), len(prompt)), template)
+    if isinstance(prompt, list) and answer is None:
+        raise MegatrainError(f"{where}: prompt is a list of messages and needs a completion; or rename it to messages")
+    if not isinstance(prompt, str) or not isinstance(answer, str):
+        kinds = ["an empty list" if value == [] else "a list of messages" if isinstance(value, list) else
+                 "a text" if isinstance(value, str) else records.kind_of(value) for value in (prompt, answer)]
         raise MegatrainError(f"{where} has {', '.join(map(repr, record))}: a prompt needs a completion (or response) "
-                             "beside it, both texts or both lists of messages")
+                             f"beside it; prompt is {kinds[0]} and {name} {kinds[1]}: both must be texts, or both "
+                             "lists of messages")
     first, last = around(tokenizer)
     ids, trained = _marked(Chat(prompt + answer, [(len(prompt), len(prompt + answer))]), tokenizer)
     ids, marks = [*first, *ids, *last], [False] * len(first) + trained + [True] * len(last)
@@ -190,20 +185,20 @@ def _completion(record: dict[str, Any], template: Template, tokenizer: Any, wher
     return Document(compact(whole), np.asarray(marks, bool), True)
 
 
-def _talk(chats: list[Chat], template: Template, tokenizer: Any) -> Document:
-    found = [_marked(chat, tokenizer) for chat in chats]
-    for chat, (ids, trained) in zip(chats, found):
-        if not template.end_of(chat.text) and tokenizer.eos_token_id is not None:
-            ids.append(tokenizer.eos_token_id)       # the template has none: without it nobody learns to stop
+def _talk(chats: list[Chat], template: Template) -> Document:
+    ids, trained, starts = [], [], []
+    for chat in chats:
+        own, learned = _marked(chat, template.tokenizer)
+        starts.append(len(ids))
+        ids, trained = ids + own, trained + learned
+        if not template.end_of(chat.text) and template.tokenizer.eos_token_id is not None:
+            ids.append(template.tokenizer.eos_token_id)      # the template has none: without it nobody learns to stop
             trained.append(True)
-    starts = np.cumsum([0, *(len(ids) for ids, _ in found[:-1])]).tolist()
-    return Document(compact(np.concatenate([ids for ids, _ in found])),
-                    np.concatenate([np.asarray(trained, bool) for _, trained in found]), True, tuple(starts), chat=True)
+    return Document(compact(ids), np.asarray(trained, bool), True, tuple(starts), chat=True)
 
 
-def pair(record: dict[str, Any], method: str, chat: bool, where: str) -> Pair:
-    """A record as the method takes it."""
-    made, needed = dict(records.with_prompt(record, chat, where)), NEEDED[method]
+def pair(record: Record, method: str, chat: bool, where: str) -> Pair:
+    made, needed = dict(records.as_asked(record, method, chat, where)), NEEDED[method]
     for name in ("prompt", "chosen", "rejected", "completion"):
         if isinstance(made.get(name), list):
             made[name] = records.messages_of(made[name], f"{where}: {name}")
@@ -213,10 +208,9 @@ def pair(record: dict[str, Any], method: str, chat: bool, where: str) -> Pair:
     if len({isinstance(made[name], list) for name in (*needed, "prompt") if name in made and name != "label"}) > 1:
         raise MegatrainError(f"{where}: {', '.join(n for n in needed if n != 'label')} must all be texts, or all lists "
                              "of messages")
-    if "label" in needed:
-        if made["label"] not in (*TRUE, *FALSE):
-            raise MegatrainError(f"{where}: label is {made['label']!r}: true or false is needed")
-        made["label"] = made["label"] in TRUE
+    if "label" in needed and (label := LABELS.get(str(made["label"]).lower())) is None:
+        raise MegatrainError(f"{where}: label is {made['label']!r}: true or false is needed")
+    made |= {"label": label} if "label" in needed else {}
     more = (*made,) if method == "grpo" else (*needed, "prompt", "tools", "chat_template_kwargs")
     return Pair({name: made[name] for name in made if name in more})
 
@@ -260,8 +254,7 @@ def _marked(chat: Chat, tokenizer: Any) -> tuple[list[int], list[bool]]:
     if not tokenizer.is_fast:    # a tokenizer in Python tells no places: a token is where the text up to there has it
         for a, b in pairwise(sorted({0, len(chat.text), *(at for place in chat.answers for at in place)})):
             own = ids if b == len(chat.text) else of(chat.text[:b])["input_ids"]
-            end = next((i for i, (x, y) in enumerate(zip(own, ids)) if x != y), len(own))
-            places += [(a, b)] * (end - len(places))
+            places += [(a, b)] * (records.same(own, ids) - len(places))
     first, last = np.asarray(places, np.int64).reshape(-1, 2).T
     marks = np.zeros(len(ids), bool)
     for begin, end in chat.answers:
@@ -277,15 +270,12 @@ def _marked(chat: Chat, tokenizer: Any) -> tuple[list[int], list[bool]]:
 # passages are read by themselves.
 
 def ids_of(text: str, tokenizer: Any) -> np.ndarray:
-    """[n] tokens of a text, with its own beginning and end; none, if it is empty."""
-    if len(text) <= 4 * PASSAGE:
-        return compact(_framed(tokenizer(text, verbose=False)["input_ids"], tokenizer))
+    """[n] tokens of a long text, with its own beginning and end."""
     first, last = around(tokenizer)
     return _framed(compact(np.concatenate([compact(first), *_passages(text, tokenizer), compact(last)])), tokenizer)
 
 
 def _passages(text: str, tokenizer: Any) -> Iterator[np.ndarray]:
-    """Tokens of each passage."""
     borders, around = [0], AROUND if tokenizer.is_fast else 0
     while len(text) - borders[-1] > 2 * PASSAGE:
         near = borders[-1] + PASSAGE                     # behind a paragraph, a line or a word that ends shortly before
@@ -312,8 +302,7 @@ def _between(ids: np.ndarray, at: np.ndarray, begin: int, end: int) -> tuple[np.
 
 def _read(text: str, places: list[tuple[int, int]], before: int, behind: int, tokenizer: Any
           ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of each passage, and of so many characters before and behind it: its tokens, and the characters that they begin
-    at."""
+    """Of each passage, and so many characters before and behind it: the tokens, and the characters they begin at."""
     begins = [max(0, a - before) for a, _ in places]
     made = tokenizer([text[begin:b + behind] for begin, (_, b) in zip(begins, places)], add_special_tokens=False,
                      verbose=False, return_attention_mask=False,
@@ -354,8 +343,7 @@ def named(word: str) -> tuple[str, float | None]:
     return name, weight
 
 
-def sources(settings: Settings, words: tuple[str, ...], tokenizer: Any, date: datetime | None = None
-            ) -> list[Source]:
+def sources(settings: Settings, words: tuple[str, ...], tokenizer: Any, date: datetime | None = None) -> list[Source]:
     """All of them, read and tokenized."""
     found = [named(word) for word in words]
     without = [name for name, weight in found if weight is None]
@@ -366,9 +354,8 @@ def sources(settings: Settings, words: tuple[str, ...], tokenizer: Any, date: da
                              f"of it is taken as {found[0][0]}")
     for name, _ in found:
         records.files_of(name)                       # what is not there is said before hours of tokenizing
-    return [Source(name, weight, pairs(records.records(name, settings.split), settings.method, tokenizer, name)
-                   if settings.method != "sft" else
-                   documents(records.records(name, settings.split), tokenizer, settings.column, name, date))
+    split, column, method = settings.split, settings.column, settings.method
+    return [Source(name, weight, documents(records.records(name, split), tokenizer, column, name, date, method))
             for name, weight in found]
 
 
@@ -436,3 +423,144 @@ def difference(then: dict[str, Any], now: dict[str, Any]) -> str:
                 return f"{b['name']} has a weight of {b['weight']} now, and had {a.get('weight')}"
     changed = [name for name in SAID if then.get(name) != now.get(name)]
     return f"{changed[0]} is {now.get(changed[0])} now, and was {then.get(changed[0])}" if changed else ""
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+# In a row documents stand behind one another, and position_ids start again at each: most models of transformers, given
+# no mask, let each see itself alone. With a model that does not, each document has rows of its own. Plain text is cut
+# where a row ends, so that rows are full. What has a beginning that the rest needs (prompts, conversations) stays
+# whole, put where it fits best. What is left of a row is a sequence of its own without labels.
+
+def held_out(found: list[Document], share: float, seed: int) -> tuple[list[Document], list[Document]]:
+    """(documents to train on, documents held out): in an order drawn once, the last `share` of the tokens. A text on
+    the border is cut there; a document that stays whole is held out."""
+    order = shuffled(found, seed)
+    left = sum(map(len, found)) - int(share * sum(map(len, found)))
+    for i, document in enumerate(order):
+        if left < len(document):
+            if document.whole:
+                i += not i                               # one there is, to be trained
+                return order[:i], order[i:]
+            train, held = [*order[:i], document.cut(0, left)], [document.cut(left, len(document)), *order[i + 1:]]
+            return [d for d in train if len(d)], [d for d in held if len(d)]
+        left -= len(document)
+    return order, []
+
+
+class _NoRow(dict):
+    """In the place of a row where other processes have more of them: nothing is learned of it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rows(torch.utils.data.Dataset):
+    """ids: [rows, seq], of two bytes where they fit; learned, begins: [rows, seq] bool: what is a target, where a
+    document's positions start again. cut: documents that lost their end, being longer than a row; shared: rows with
+    several documents; alone: there were to be none."""
+
+    ids: np.ndarray
+    learned: np.ndarray
+    begins: np.ndarray
+    cut: int = 0
+    shared: int = 0
+    alone: bool = False
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, i: int | None) -> dict[str, torch.Tensor]:
+        at = np.arange(self.ids.shape[1])
+        if i is None:
+            return _NoRow(input_ids=torch.zeros(len(at), dtype=torch.int64), position_ids=torch.from_numpy(at),
+                          labels=torch.full((len(at),), IGNORED))
+        ids = self.ids[i].astype(np.int64)
+        positions = at - np.maximum.accumulate(np.where(self.begins[i], at, 0))      # 0 wherever a document begins
+        return {"input_ids": torch.from_numpy(ids), "position_ids": torch.from_numpy(positions),
+                "labels": torch.from_numpy(np.where(self.learned[i], ids, IGNORED))}
+
+    @property
+    def targets(self) -> int:
+        """Tokens that are predicted."""
+        return int(self.learned.sum())
+
+    def first(self, most: int) -> Rows:
+        return Rows(self.ids[:most], self.learned[:most], self.begins[:most])
+
+
+def packed(found: Sequence[Document], seq: int, filler: int, alone: bool = False) -> Rows:
+    """Documents in rows of `seq` tokens; filler: a token for what is left of a row; alone: no two in one row."""
+    found = [part for d in found for part in d.parts]
+    plan: list[list[Document]] = []                      # of each row
+    if alone:
+        plan = [[d.cut(at, at + seq)] for d in found for at in range(0, seq if d.whole else len(d), seq)]
+    else:
+        room = 0
+        for d in (d for d in found if not d.whole):      # a text goes on in the next row
+            at = 0
+            while at < len(d):
+                if room == 0:
+                    plan.append([])
+                    room = seq
+                plan[-1].append(d.cut(at, at + room))
+                at, room = at + len(plan[-1][-1]), room - len(plan[-1][-1])
+        rooms: list[tuple[int, int]] = []                # (room, row), ascending: best fit, longest document first
+        for d in sorted((d.cut(0, seq) for d in found if d.whole), key=len, reverse=True):
+            i = bisect.bisect_left(rooms, (len(d), -1))
+            room, row = rooms.pop(i) if i < len(rooms) else (seq, len(plan))
+            if row == len(plan):
+                plan.append([])
+            plan[row].append(d)
+            bisect.insort(rooms, (room - len(d), row))
+    kind = np.result_type(np.uint16 if filler < 1 << 16 else np.uint32, *{d.ids.dtype for d in found})
+    ids = np.full((len(plan), seq), filler, kind)
+    learned, begins = np.zeros((len(plan), seq), bool), np.zeros((len(plan), seq), bool)
+    for row, parts in enumerate(plan):
+        at = 0
+        for part in parts:
+            here = slice(at, at + len(part))
+            ids[row, here] = part.ids
+            begins[row, at] = True
+            # The first token follows nothing: its place is the last of the document before, which must not learn it.
+            learned[row, here][1:] = part.trained[1:]
+            at += len(part)
+        if at < seq:
+            begins[row, at] = True
+    cut, shared = sum(d.whole and len(d) > seq for d in found), sum(len(parts) > 1 for parts in plan)
+    return Rows(ids, learned, begins, cut, shared, alone)
+
+
+def rows_of(settings: Settings, tokenizer: Any, parts: tuple[list[Document], list[Document]], alone: bool = False
+            ) -> tuple[Rows, Rows]:
+    """Of what is trained, and of what is held out. Raises: MegatrainError: nothing is to be learned."""
+    seq, filler = settings.seq, next((t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id) if t is not None), 0)
+    train, held = (packed(part, seq, filler, alone) for part in parts)
+    if train.targets:
+        return train, held
+    found = [part for d in parts[0] for part in d.parts]
+    if found and all(d.whole and not d.trained[1:seq].any() for d in found):
+        raise MegatrainError(f"{', '.join(settings.data)}: every prompt is longer than a row of {seq} (--seq), or as "
+                             f"long, and nothing is left of what is to be learned; the longest, with its completion, "
+                             f"has {max(map(len, found))} tokens")
+    tokens, aside = (sum(map(len, part)) for part in parts)
+    raise MegatrainError(f"of {tokens} tokens, in rows of {seq} (--seq), none is to be learned; {aside} more are held "
+                         "out (--validation)")
+
+
+def fitted(model: Any, settings: Settings, tokenizer: Any, parts: tuple[list[Document], list[Document]],
+           rows: tuple[Rows, Rows], flat: bool) -> tuple[Rows, Rows]:
+    """Rows, as rows_of packs them, or, where the model would see other documents in them, of one document each."""
+    if (flat or any(some.shared for some in rows)) and (why := models.why_alone(model, settings.seq, flat)):
+        many, rows = len(rows[0]), rows_of(settings, tokenizer, parts, alone=True)
+        say(f"{why}; so each has rows of its own, filled up at the end: {len(rows[0])} rows, not {many}")
+    if cut := sum(some.cut for some in rows):
+        say(f"{cut} conversations are longer than {settings.seq} tokens and lost their end; --seq makes room")
+    return rows
+
+
+def collate(flat: bool) -> Callable[[list[dict[str, torch.Tensor]]], dict[str, torch.Tensor]]:
+    """Rows to a micro-batch: [B, seq], or, flat, [1, B * seq]: positions start again at each row anyhow."""
+    def batch(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        rows = [r for r in rows if not isinstance(r, _NoRow)] or rows[:1]
+        stacked = {name: torch.stack([r[name] for r in rows]) for name in rows[0]}
+        return {name: t.reshape(1, -1) for name, t in stacked.items()} if flat else stacked
+
+    return batch

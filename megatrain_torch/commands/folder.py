@@ -74,12 +74,12 @@ class Owned:
     # ---- who writes ----
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[Owned]:
+    def locked(self) -> Iterator[None]:
         """For as long as a command writes. A folder that is not there yet is locked by `start`."""
         try:
             if self.run.is_dir():
                 self.lock()
-            yield self
+            yield
         finally:
             if self._lock >= 0:
                 (self.run / LOCK).unlink(missing_ok=True)    # before the lock goes: nobody removes another's
@@ -91,16 +91,14 @@ class Owned:
             try:
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW)
             except OSError as why:
-                raise MegatrainError(f"out={self.run}: nothing can be written there ({why.strerror}); name "
-                                     "another") from None
+                raise MegatrainError(f"out={self.run}: nothing can be written there ({why.strerror})") from None
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as why:
                 who = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
                 os.close(fd)
                 if why.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                    raise MegatrainError(f"{self.run} is being written by {who}: wait for it, or name another "
-                                         "folder") from None
+                    raise MegatrainError(f"{self.run} is being written by {who}: wait, or name another") from None
                 path.unlink(missing_ok=True)
                 say(f"{self.run}: this file system has no locks ({why.strerror}); no second run may write there")
                 break
@@ -145,7 +143,7 @@ class Owned:
         if not path.is_dir():
             return [name] if path.exists() else []
         if entry and None not in entry.values():
-            return [f"{name}/{file}" for file in _files(path) if entry.get(file) != _mark(path / file)]
+            return [f"{name}/{file}" for file, mark in _marks(path).items() if entry.get(file) != mark]
         try:                                             # begun, and never noted as whole
             own = mt.inspect_checkpoint(path).files
         except (MegatrainError, OSError):
@@ -156,15 +154,13 @@ class Owned:
         """Lists what will be made, before it is."""
         path = self.run / name
         if os.path.lexists(path) and self.changed(name):
-            raise MegatrainError(f"{path} is there, and this run did not make it, or not as it is now: it stays; move "
-                                 "it away, and resume")
+            raise MegatrainError(f"{path} is there, and this run did not make it, or not as it is now: move it away")
         self.entries[name] = entry
         self._write()
 
     def made(self, name: str, at: str = "") -> None:
         """A folder is whole: what is in it is the run's, as it is now. at: its name until it has this one."""
-        path = self.run / (at or name)
-        self.entries[name] = {file: _mark(path / file) for file in _files(path)}
+        self.entries[name] = _marks(self.run / (at or name))
         self._write()
 
     def remove(self, name: str) -> list[str]:
@@ -238,7 +234,7 @@ class Owned:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """A file's contents, all or none of it, on the disk."""
+    """All or none of a file's contents, on the disk."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     beside.write_bytes(data)
     sync(beside)
@@ -255,7 +251,6 @@ def sync(path: Path) -> None:
 
 
 def _is_entry(name: str, entry: Any) -> bool:
-    """May a marker list this?"""
     if name in _WHOLES:
         return entry == _WHOLES[name]
     return (name == FINAL or step_of(name) >= 0) and isinstance(entry, dict) and all(
@@ -284,9 +279,9 @@ def _files(path: Path) -> list[str]:
     return sorted(found)
 
 
-def _mark(path: Path) -> list[int]:
-    found = path.lstat()
-    return [found.st_size, found.st_mtime_ns]
+def _marks(path: Path) -> dict[str, list[int]]:
+    found = {file: (path / file).lstat() for file in _files(path)}
+    return {file: [s.st_size, s.st_mtime_ns] for file, s in found.items()}
 
 
 # ---- what is read of a run -----------------------------------------------------------------------
@@ -301,7 +296,6 @@ def settings_of(run: Path) -> Settings:
 
 
 def run_of(name: str) -> Settings | None:
-    """The settings of the run that a name stands for."""
     return settings_of(Path(name)) if (Path(name) / MARKER).is_file() else None
 
 
@@ -334,35 +328,31 @@ def last_checkpoint(run: Path) -> Path:
 
 
 def is_finished(run: Path) -> bool:
-    """Has the run made its model, or its adapter?"""
     return FINAL in Owned(run).entries and any((run / FINAL / name).is_file() for name in ("config.json", ADAPTER))
 
 
 def is_chat(name: str) -> bool:
-    """Is it a run that was trained on conversations?"""
     return (Path(name) / MARKER).is_file() and bool(Owned(Path(name)).data.get("chat"))
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
     """Of log.jsonl. What is no line of ours, such as one that a crash cut short, is left out."""
-    return [line for _, line in _lines(run) if line is not None]
+    texts = (run / LOG).read_bytes().splitlines() if (run / LOG).is_file() else ()
+    return [line for line in map(_line, texts) if line is not None]
 
 
-def _lines(run: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
-    """Each line, and what it says; None: it is none of ours."""
-    made = []
-    for text in (run / LOG).read_bytes().splitlines() if (run / LOG).is_file() else ():
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError):
-            found = None
-        made.append((text, found if isinstance(found, dict) and is_count(found.get("step")) else None))
-    return made
+def _line(text: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and is_count(found.get("step")) else None
 
 
 def forget_after(run: Path, step: int) -> None:
     """Takes from log.jsonl what comes after a checkpoint, as these steps will be made again, and a line cut short."""
-    kept = [(text, line) for text, line in _lines(run) if line is None or line["step"] <= step]
-    if kept and kept[-1][1] is None:
+    texts = (run / LOG).read_bytes().splitlines() if (run / LOG).is_file() else []
+    kept = [text for text in texts if (line := _line(text)) is None or line["step"] <= step]
+    if kept and _line(kept[-1]) is None:
         kept.pop()
-    replace(run / LOG, b"".join(text + b"\n" for text, _ in kept))
+    replace(run / LOG, b"".join(text + b"\n" for text in kept))

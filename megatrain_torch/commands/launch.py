@@ -45,7 +45,6 @@ class Heard(MegatrainError):
 # ---- in each of them -----------------------------------------------------------------------------
 
 def joins() -> bool:
-    """Was this process started for one GPU of several?"""
     return LAUNCHER in os.environ
 
 
@@ -117,7 +116,6 @@ class Team:
             return what() if self.first else None
 
     def of_first(self, value: T) -> T:
-        """The first one's, in all."""
         return self._told(dist.broadcast_object_list, [value], 0)[0]
 
     def most(self, *numbers: int) -> list[int]:

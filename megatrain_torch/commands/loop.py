@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import importlib.util
 import itertools
 import json
 import math
+import runpy
 import shutil
 import signal
 import time
@@ -33,9 +33,9 @@ from transformers.trainer_callback import PrinterCallback, TrainerControl, Train
 import megatrain_torch as mt
 from megatrain_torch import MegatrainError
 
+from .data import IGNORED, collate
 from .folder import LOG, UNFINISHED, WHOLE, Owned, checkpoints, sync
 from .launch import Team, hearing
-from .rows import IGNORED, collate
 from .settings import SEQUENCES, Settings, say, unknown
 
 LONG_S = 5.0                         # a step that takes longer tells how far it is
@@ -75,6 +75,26 @@ class Streamed:
     trace: mt.Trace | None = None
     _logged: tuple[int, float] | None = None         # step, and when; None: before the first of this process
     _saving: mt.Saving | None = None
+
+    def run_steps(self, checkpoint: Path | None) -> int:
+        """The signal that asked it to stop; 0: it came to the end."""
+        team, stopping = self.run.team, self.run.settings.early_stopping
+        requests, tracing = Requests(team), mt.trace(self.model) if team.first else contextlib.nullcontext()
+        with tracing as self.trace, hearing(requests.heard):
+            self.remove_callback(PrinterCallback)
+            for callback in [requests, *([Bar(say, self.trace)] if team.first else []),
+                             *([EarlyStoppingCallback(stopping)] if stopping else [])]:
+                self.add_callback(callback)
+            try:
+                self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            finally:
+                self.finish_saving()
+            if skipped := self._optimizer().skipped_steps:
+                say(f"{skipped} steps had gradients that are not finite and changed nothing; a lower --lr than "
+                    f"{self.run.settings.lr:g} may do")
+            if not requests.stop:
+                self.write_pages()
+        return requests.stop
 
     # ---- log.jsonl ----
 
@@ -252,14 +272,12 @@ class Filled(Sampler[int | None]):
 # ---- its arguments -------------------------------------------------------------------------------
 
 def classes(method: str) -> tuple[type, type]:
-    """TRL's trainer and its arguments."""
     module, name = CLASSES[method]
     found = importlib.import_module(module)
     return getattr(found, f"{name}Trainer"), getattr(found, f"{name}Config")
 
 
 def given(settings: Settings) -> dict[str, Any]:
-    """TRL's arguments that were given by their own names."""
     kind = classes(settings.method)[1]
     names = [f.name for f in dataclasses.fields(kind) if f.init]
     for name in settings.more:
@@ -290,11 +308,7 @@ def rewards(settings: Settings) -> Callable[..., Any] | str:
         return settings.reward
     if not Path(path).is_file():
         raise MegatrainError(f"reward={settings.reward}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location("reward", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found = getattr(module, name, None)
-    if not callable(found):
+    if not callable(found := runpy.run_path(path).get(name)):
         raise MegatrainError(f"reward={settings.reward}: {path} has no function {name}")
     return found
 
@@ -388,8 +402,6 @@ def _left_alone(model: Any) -> Iterator[None]:
             own |= {} if value is there else {name: value}
 
 
-# ---- stopping and saving on request --------------------------------------------------------------
-
 class Requests(TrainerCallback):
     """SIGINT and SIGTERM: a checkpoint after this step, and the end; a second SIGINT interrupts at once. SIGUSR1: a
     checkpoint. Python runs a handler between two instructions of the main thread; it only leaves a note. What one
@@ -413,32 +425,24 @@ class Requests(TrainerCallback):
         control.should_training_stop |= self.stop > 0
 
 
-# ---- what a person sees --------------------------------------------------------------------------
-
 class Bar(TrainerCallback):
     """A live line on a terminal; else a line with the loss every EVERY_S seconds, the first step's and the last one's
-    too, and one for each evaluation and each checkpoint. In a step that takes long the live line says how far it is."""
+    too, and one for each evaluation and each checkpoint."""
 
     def __init__(self, say: Callable[[str], None], trace: mt.Trace) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self._say, self._trace, self._task = say, trace, None
+        self._say, self._trace, self._task, self._begun = say, trace, None, monotonic()
         self._told, self._untold = -math.inf, ""     # when a line with the loss was written, and what came since
-        self._begun, self._asked, self._within = monotonic(), 0.0, ""
-        console = Console()
+        console = Console()                          # while it is drawn, rich writes other lines above it
         self._bar = Progress(TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=12),
                              TextColumn("{task.fields[within]}{task.description}"), TimeRemainingColumn(),
-                             console=console, disable=not console.is_terminal)
+                             console=console, disable=not console.is_terminal, refresh_per_second=1)
 
     def __str__(self) -> str:
-        """How far a step is that has taken LONG_S; else "". The bar's own thread asks, ten times a second."""
-        now = monotonic()
-        if now - self._begun < LONG_S:
-            return ""
-        if now - self._asked >= 1:
-            self._asked, self._within = now, f"{self._trace.progress()}  "
-        return self._within
+        """How far a step is that takes long: the bar's own thread asks when it draws."""
+        return f"{self._trace.progress()}  " if monotonic() - self._begun >= LONG_S else ""
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         self._task = self._bar.add_task("", total=state.max_steps, completed=state.global_step, within=self)
@@ -452,7 +456,7 @@ class Bar(TrainerCallback):
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._bar.stop()
-        self._tell(math.inf if self._untold else -math.inf)
+        self._tell()
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if "loss" in logs and self._task is not None:
@@ -460,41 +464,15 @@ class Bar(TrainerCallback):
                     f"{logs['tokens_per_second']:,.0f} tokens/s")
             self._bar.update(self._task, description=text)
             self._untold = f"step {state.global_step}/{state.max_steps}: {text}"
-            self._tell(monotonic() - self._told)
+            if monotonic() - self._told >= EVERY_S:
+                self._tell()
         if "eval_loss" in logs:
-            self._line(f"step {state.global_step}: held-out loss {logs['eval_loss']:.4f}")
+            self._say(f"step {state.global_step}: held-out loss {logs['eval_loss']:.4f}")
 
     def on_save(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        self._line(f"step {state.global_step}: checkpoint-{state.global_step}")
+        self._say(f"step {state.global_step}: checkpoint-{state.global_step}")
 
-    def _tell(self, since_s: float) -> None:
-        if since_s >= EVERY_S and not self._bar.console.is_terminal:
+    def _tell(self) -> None:
+        if self._untold and not self._bar.console.is_terminal:
             self._say(self._untold)
             self._told, self._untold = monotonic(), ""
-
-    def _line(self, text: str) -> None:
-        if self._bar.live.is_started:
-            self._bar.console.print(text, highlight=False)
-        else:
-            self._say(text)
-
-
-def train(trainer: Any, checkpoint: Path | None) -> int:
-    """The signal that asked it to stop; 0: it came to the end."""
-    team, settings = trainer.run.team, trainer.run.settings
-    requests, tracing = Requests(team), mt.trace(trainer.model) if team.first else contextlib.nullcontext()
-    with tracing as trainer.trace, hearing(requests.heard):
-        trainer.remove_callback(PrinterCallback)
-        for callback in [requests, *([Bar(say, trainer.trace)] if team.first else []),
-                         *([EarlyStoppingCallback(settings.early_stopping)] if settings.early_stopping else [])]:
-            trainer.add_callback(callback)
-        try:
-            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        finally:
-            trainer.finish_saving()
-        if skipped := trainer._optimizer().skipped_steps:
-            say(f"{skipped} steps had gradients that are not finite and changed nothing; a lower --lr than "
-                f"{settings.lr:g} may do")
-        if not requests.stop:
-            trainer.write_pages()
-    return requests.stop

@@ -4,6 +4,7 @@ folders that they are written to.
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 import functools
 import importlib
@@ -69,14 +70,6 @@ def beneath(settings: Settings) -> str:
     return found.model
 
 
-def dtype_of(checkpoint: Path) -> str | None:
-    """Of the model, as its config.json says; None where it has none, as of a model with adapters."""
-    path = checkpoint / "config.json"
-    if not path.is_file() and (checkpoint / ADAPTER).is_file():
-        return None
-    return read_table(path).get("dtype")
-
-
 def _has_words(path: Path) -> bool:
     return any(p.name.startswith(TOKENIZER_FILES) for p in path.iterdir())
 
@@ -84,7 +77,6 @@ def _has_words(path: Path) -> bool:
 # ---- reading -------------------------------------------------------------------------------------
 
 def transformers() -> Any:
-    """The package, without its progress bars."""
     need("this needs", "transformers")
     import transformers
 
@@ -98,13 +90,11 @@ def check_packages(adapters: bool, base: str) -> None:
 
 
 def load_config(name: str) -> Any:
-    """The file itself will do."""
     return _load(str(Path(name).parent) if Path(name).is_file() else name, "config",
                  transformers().AutoConfig.from_pretrained)
 
 
 def empty(config: Any, base: str = "none", layers: int | None = None) -> Any:
-    """A model of it on the meta device."""
     try:
         return mt.from_config(config, base=None if base == "none" else base, layers=layers)
     except ValueError as why:
@@ -163,8 +153,7 @@ def _load(name: str, what: str, read: Callable[[str], Any]) -> Any:
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not path.is_dir():
         raise MegatrainError(f"{name}: there is no such folder{near(name)}")
     if path.is_dir() and not any((path / file).is_file() for file in ("config.json", ADAPTER)):
-        raise MegatrainError(f"{name} has no config.json: a folder in Hugging Face format, or a run of megatrain, "
-                             "is needed")
+        raise MegatrainError(f"{name} has no config.json: a folder in Hugging Face format, or a run, is needed")
     try:
         return read(_source(name))
     except MegatrainError:
@@ -222,7 +211,6 @@ def _words(why: Exception, path: Path) -> str:
 
 
 def _torn(path: Path) -> Path | None:
-    """A file of weights or of JSON that cannot be read."""
     from safetensors import SafetensorError, safe_open
 
     for file in sorted(path.glob("*.safetensors")) + sorted(path.glob("*.json")):
@@ -247,7 +235,6 @@ def adapted(model: nn.Module, words: str, seed: int) -> Any:
 
 
 def over(model: nn.Module, adapter: Any) -> Any:
-    """The model with an adapter that PEFT's files have. adapter: their folder."""
     with _quiet() as peft:
         return peft.PeftModel.from_pretrained(model, str(adapter))
 
@@ -294,9 +281,81 @@ def lora_config(model: nn.Module, words: str) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[Any]:
-    """PEFT, without what it is told about transformers' names."""
     with warnings.catch_warnings(action="ignore", category=FutureWarning):
         yield importlib.import_module("peft")
+
+
+# ---- whether documents may share a row -----------------------------------------------------------
+
+PROBE = 8                            # tokens of a document of why_alone
+SAMPLE_BYTES = 8 << 30               # of a model that is made to be asked
+LEAK = 1e-4                          # of the logits: more than rounding in fp32; 1e-6 was seen, and 0.05 of leaks
+# Kinds that were asked in this project's tests.
+SEPARATE = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2",
+                      "gemma3_text", "phi3", "olmo2", "granite", "glm4", "smollm3"})
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}     # layer_types that look at tokens by a mask
+
+
+def why_alone(model: Any, seq: int, flat: bool) -> str | None:
+    """Why each document needs rows of its own with this model, or None: they may share rows. Kinds of SEPARATE were
+    asked. One with layers that carry a state from token to token is not: a mask does not reach it, and what it carries
+    may be small today. Of any other a small one is made, of this class and configuration."""
+    name, config = type(model).__name__, model.config
+    if config.model_type in SEPARATE:
+        return None
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds - ATTENTION or any(isinstance(m, torch.nn.Conv1d) for m in model.modules()):
+        return f"{name} has layers that carry a state from token to token, from one document into the next"
+    try:
+        leak, scale = _leak(_sample(model), max(1, min(PROBE, seq // 2)), flat)
+    except Exception as why:                         # a model is a program; without an answer, what is always right
+        return f"whether documents in one row of {name} see each other could not be asked ({why})"
+    if leak <= LEAK * scale:                         # not so of NaN, which is no answer either
+        return None
+    return f"documents in one row of {name} see each other, whatever position_ids say"
+
+
+def _sample(model: Any) -> Any:
+    """A model of the same class in fp32, with the first layers of each kind and a small vocabulary, whose weights are
+    so large that what one token has of another is seen."""
+    config = copy.deepcopy(model.config)
+    kinds = getattr(config, "layer_types", None) or [""] * 2
+    most = max(2, *(kinds.index(kind) + 1 for kind in set(kinds)), getattr(config, "first_k_dense_replace", 0) + 1)
+    config.num_hidden_layers = min(most, config.num_hidden_layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = kinds[:config.num_hidden_layers]
+    for name, most in (("vocab_size", 64), ("intermediate_size", 256), ("moe_intermediate_size", 64)):
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, min(getattr(config, name), most))
+    config.pad_token_id = config.bos_token_id = config.eos_token_id = None
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        size = 4 * sum(p.numel() for p in type(model)(config).parameters())
+    if size > SAMPLE_BYTES:
+        raise MegatrainError(f"a small one has {size / 2**30:.0f} GiB")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = type(model)(config).float().eval()
+        for p in made.parameters():
+            if p.dim() > 1:
+                p.data.normal_(0, p[0].numel() ** -0.5)
+    return made
+
+
+@torch.no_grad()
+def _leak(model: Any, length: int, flat: bool) -> tuple[float, float]:
+    """(how far logits of one document [length] move with what another before it says, how far apart they are by
+    themselves): the root of the mean square. Rows are in the form that training gives them."""
+    one, *others = torch.randint(model.get_input_embeddings().num_embeddings, (3, length),
+                                 generator=torch.Generator().manual_seed(0))
+    again = torch.arange(length).repeat(2)
+    rows = [{"input_ids": torch.cat([other, one]), "position_ids": again} for other in (*others, one)]
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    batch = {name: t.reshape(1, -1) for name, t in batch.items()} if flat else batch
+    logits = model(**batch, use_cache=False).logits.view(3, 2, length, -1)
+    first = logits[2, 0]                             # nothing is before it
+    return max((logits[row, 1] - first).square().mean().sqrt().item() for row in range(3)), first.std().item()
 
 
 # ---- writing -------------------------------------------------------------------------------------
@@ -324,12 +383,6 @@ def writable(out: Path, name: str = "out") -> Path:
     except OSError as why:
         raise MegatrainError(f"{name}={out}: {doing} ({why.strerror}); name another") from None
     return out
-
-
-def export(model: Any, tokenizer: Any, to: Path) -> None:
-    """A model, streamed or not, and its tokenizer; the folder has its name when it is whole."""
-    with appearing(to) as half:
-        save(model, tokenizer, half, to.parent)
 
 
 def save(model: Any, tokenizer: Any, to: Path, disk: Path) -> None:

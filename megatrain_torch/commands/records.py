@@ -14,7 +14,7 @@ import codecs
 import contextlib
 import csv
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -44,8 +44,7 @@ def records(data: str, split: str = "train") -> Iterator[Record | MegatrainError
             if kind == ".parquet":
                 yield from _loaded("parquet", str(file), data_files=str(file), split="train")
             else:
-                yield from (_lines if kind in LINE_KINDS else _table if kind in TABLE_KINDS else
-                            _array if kind == ".json" else _whole)(file)
+                yield from (_lines if kind in LINE_KINDS else _table if kind in TABLE_KINDS else _whole)(file)
         except OSError as why:
             raise MegatrainError(f"{file}: cannot be read ({why.strerror})") from None
 
@@ -67,21 +66,6 @@ def files_of(data: str) -> list[Path] | None:
     return None
 
 
-def _text(path: Path, needed: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as why:
-        raise MegatrainError(f"{path}: byte {why.start} is not UTF-8: {needed}") from None
-
-
-def _whole(path: Path) -> Iterator[Record]:
-    found = _text(path, f"a text file, or one of {', '.join(RECORD_KINDS)}, is needed; a text of another encoding: "
-                        f"iconv -f LATIN1 -t UTF-8 {path}")
-    if _begins_as_lines(found):
-        say(f"{path} is trained as it stands, as a text; if its lines are records, name it .jsonl")
-    yield {"text": found}
-
-
 def _lines(path: Path) -> Iterator[Record | MegatrainError]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -90,22 +74,28 @@ def _lines(path: Path) -> Iterator[Record | MegatrainError]:
                 yield _record(line, f"{path}:{number}")
 
 
-def _array(path: Path) -> Iterator[Record | MegatrainError]:
-    text = _text(path, "JSON is UTF-8")
+def _whole(path: Path) -> Iterator[Record | MegatrainError]:
+    """A text, or JSON's list of records."""
+    is_json = path.suffix.lower() == ".json"
     try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as why:
+        needed = "JSON is UTF-8" if is_json else (
+            f"a text file, or one of {', '.join(RECORD_KINDS)}, is needed; a text of another encoding: "
+            f"iconv -f LATIN1 -t UTF-8 {path}")
+        raise MegatrainError(f"{path}: byte {why.start} is not UTF-8: {needed}") from None
+    first = text.lstrip().split("\n", 1)[0]
+    as_lines = first[:1] == "{" and isinstance(_record(first, ""), dict) and (not is_json or "\n" in text.strip())
+    if not is_json:
+        if as_lines:
+            say(f"{path} is trained as it stands, as a text; if its lines are records, name it .jsonl")
+        yield {"text": text}
+    elif as_lines:                                       # many a file of lines is called .json
+        yield from _lines(path)
+    else:
         found = from_json(text, str(path))
-    except MegatrainError:
-        if "\n" not in text.strip() or not _begins_as_lines(text):
-            raise
-        yield from _lines(path)                          # many a file of lines is called .json
-        return
-    for number, record in enumerate(found if isinstance(found, list) else [found], 1):
-        yield _record(record, f"{path}, record {number}")
-
-
-def _begins_as_lines(text: str) -> bool:
-    first = text.lstrip().partition("\n")[0]
-    return first[:1] == "{" and isinstance(_record(first, ""), dict)
+        for number, record in enumerate(found if isinstance(found, list) else [found], 1):
+            yield _record(record, f"{path}, record {number}")
 
 
 def _record(found: Any, where: str) -> Record | MegatrainError:
@@ -136,8 +126,7 @@ def _table(path: Path) -> Iterator[Record | MegatrainError]:
         except csv.Error as why:
             raise MegatrainError(f"{path}:{rows.line_num}: not a table: {why}") from None
         except UnicodeDecodeError:
-            raise MegatrainError(f"{path}: behind line {rows.line_num} it is not UTF-8: iconv -f LATIN1 -t UTF-8 "
-                                 f"{path}") from None
+            raise MegatrainError(f"{path}:{rows.line_num}: it is not UTF-8: iconv -f LATIN1 -t UTF-8 {path}") from None
 
 
 def _row(names: list[str], row: list[str], where: str) -> Record | MegatrainError:
@@ -174,15 +163,22 @@ _ALPACA = ("Below is an instruction that describes a task{beside}. Write a respo
            "request.\n\n### Instruction:\n{asked}\n\n{input}### Response:\n")
 
 
-def as_asked(record: Record, chat: bool, where: str) -> Record:
-    """A record of `messages`, of `prompt` and `completion`, or of `text`, whatever it calls them. chat: the tokenizer
-    has a chat template."""
-    record, asked, beside = _asking(record)
+def as_asked(record: Record, method: str, chat: bool, where: str) -> Record:
+    """A record of `messages`, of `prompt` and answers, or of `text`, whatever it calls them. chat: the tokenizer has a
+    chat template."""
+    if not any(name in record for name in (*KNOWN, *ASKED)):         # names of tables may have large letters
+        small = {name.strip().lower(): value for name, value in record.items() if isinstance(name, str)}
+        record = small if len(small) == len(record) else record      # else it has a name in both
+    asked, beside = ([n for n in names if record.get(n) not in (None, "")] for names in (ASKED, BESIDE))
+    known = any(name in record for name in KNOWN[:3])
+    if method != "sft":
+        answers = {n: n for n in ("chosen", "rejected", "completion") if isinstance(record.get(n), str)}
+        return _told(record, asked, beside, answers, chat, where) if asked and not known else record
     if {"chosen", "rejected"} <= record.keys():
         raise MegatrainError(f"{where} is a preference (chosen, rejected): --method dpo, orpo or reward trains on such")
     if isinstance(record.get("label"), bool) and {"prompt", "completion"} <= record.keys():
         raise MegatrainError(f"{where} is a completion with a label, good or bad: --method kto trains on such")
-    if any(name in record for name in KNOWN[:3]):
+    if known:
         lost = [n for n in (*ASKED, *BESIDE, *SYSTEM) if isinstance(record.get(n), str) and record[n]]
         if lost and not any(name in record for name in KNOWN[:2]):
             raise MegatrainError(f"{where} has {lost[0]!r} beside prompt, which would not be learned: put both into "
@@ -191,40 +187,16 @@ def as_asked(record: Record, chat: bool, where: str) -> Record:
     if not asked and beside[-1:] == ["input"] and "text" not in record:      # {"input", "output"}
         asked, beside = beside[-1:], beside[:-1]
     answer = next((name for name in (FIRST.get(asked[0] if asked else ""), *ANSWERED) if name in record), None)
-    if not asked or answer is None:
-        return record
-    _check_texts(record, [answer], where)
-    return _told(record, asked, beside, {"completion": record[answer]}, chat, where)
+    return _told(record, asked, beside, {"completion": answer}, chat, where) if asked and answer else record
 
 
-def with_prompt(record: Record, chat: bool, where: str) -> Record:
-    """A record of preferences, or of what is to be answered, with what it asks as its `prompt`."""
-    record, asked, beside = _asking(record)
-    if not asked or any(name in record for name in KNOWN[:3]):
-        return record
-    answers = {n: record[n] for n in ("chosen", "rejected", "completion") if isinstance(record.get(n), str)}
-    return _told(record, asked, beside, answers, chat, where)
-
-
-def _asking(record: Record) -> tuple[Record, list[str], list[str]]:
-    """(the record, its names of what asks, and of what that is about). Names of tables may have large letters."""
-    if not any(name in record for name in (*KNOWN, *ASKED)):
-        small = {name.strip().lower(): value for name, value in record.items() if isinstance(name, str)}
-        record = small if len(small) == len(record) else record      # else it has a name in both
-    return record, *([n for n in names if record.get(n) not in (None, "")] for names in (ASKED, BESIDE))
-
-
-def _check_texts(record: Record, names: list[str], where: str) -> None:
-    for name in names:
-        if not isinstance(value := record[name], str):
-            kind = "null" if value is None else f"a {type(value).__name__}"
-            raise MegatrainError(f"{where}: {name} is {kind}: a text is needed")
-
-
-def _told(record: Record, asked: list[str], beside: list[str], answers: Mapping[str, str], chat: bool, where: str
+def _told(record: Record, asked: list[str], beside: list[str], answers: dict[str, str], chat: bool, where: str
           ) -> Record:
-    """With a prompt and answers to it: messages where there is a chat template, else Alpaca's prompt or `Question:`."""
-    _check_texts(record, [*asked, *beside, *(n for n in SYSTEM if record.get(n) is not None)], where)
+    """With a prompt and answers to it: messages where there is a chat template, else Alpaca's prompt or `Question:`.
+    answers: what they are called from now on, and in the record."""
+    for name in (*answers.values(), *asked, *beside, *(n for n in SYSTEM if record.get(n) is not None)):
+        if not isinstance(value := record[name], str):
+            raise MegatrainError(f"{where}: {name} is {kind_of(value)}: a text is needed")
     system, words, about = ("\n\n".join(record[name] for name in names if record.get(name))
                             for names in (SYSTEM, asked, beside))
     turns = record.get("history") or []                  # before: pairs of what was asked and answered, oldest first
@@ -236,7 +208,7 @@ def _told(record: Record, asked: list[str], beside: list[str], answers: Mapping[
         said += [pair for turn in turns for pair in zip(("user", "assistant"), turn)]
         said.append(("user", "\n\n".join(filter(None, (words, about)))))
         return record | {"prompt": [{"role": role, "content": text} for role, text in said]} | {
-            name: [{"role": "assistant", "content": text}] for name, text in answers.items()}
+            name: [{"role": "assistant", "content": record[own]}] for name, own in answers.items()}
     if turns:
         raise MegatrainError(f"{where} has a history, and the model's tokenizer has no chat template: take an "
                              "instruction-tuned model's tokenizer")
@@ -246,7 +218,11 @@ def _told(record: Record, asked: list[str], beside: list[str], answers: Mapping[
     else:
         prompt = _ALPACA.format(asked=words, input=f"### Input:\n{about}\n\n" * bool(about),
                                 beside=", paired with an input that provides further context" * bool(about))
-    return record | {"prompt": head + prompt} | {name: space + text for name, text in answers.items()}
+    return record | {"prompt": head + prompt} | {name: space + record[own] for name, own in answers.items()}
+
+
+def kind_of(value: Any) -> str:
+    return "null" if value is None else f"a {type(value).__name__}"
 
 
 # ---- conversations -------------------------------------------------------------------------------
@@ -275,7 +251,7 @@ class Template:
 
     def __init__(self, tokenizer: Any, date: datetime | None = None) -> None:
         """date: for templates that tell the model which day it is; a run that goes on has that of its beginning."""
-        self._tokenizer, self.where, self._more = tokenizer, "", {}
+        self.tokenizer, self.where, self._more = tokenizer, "", {}
         # By its text: functions are not passed on to a template.
         text = tokenizer.chat_template
         self._dated = {"chat_template": _NOW.sub(lambda m: repr(date.strftime(m[2])), text)} if date and isinstance(
@@ -283,10 +259,9 @@ class Template:
         self.ends = tuple(tokenizer.get_added_vocab())           # what may end an answer
 
     def for_record(self, record: Record, where: str) -> Template:
-        if not self._tokenizer.chat_template:
+        if not self.tokenizer.chat_template:
             raise MegatrainError(f"{where} is a conversation, and the model's tokenizer has no chat template: take an "
-                                 "instruction-tuned model's tokenizer, --chat-template FILE, or data with prompt and "
-                                 "completion")
+                                 "instruction-tuned model's, --chat-template FILE, or data with prompt and completion")
         tools, more = record.get("tools"), record.get("chat_template_kwargs") or {}
         if isinstance(tools, str) and tools:         # tables keep what differs from row to row as JSON
             tools = from_json(tools, f"{where}: tools")
@@ -298,13 +273,12 @@ class Template:
     def __call__(self, messages: list[Message], prompt: bool = False) -> str:
         """The text; prompt: as the model is given it to answer."""
         try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt,
-                                                       **self._more)
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt,
+                                                      **self._more)
         except Exception as why:                     # a template is a program, and raises what it likes
             raise MegatrainError(f"{self.where}: the chat template does not take it: {why}") from None
 
     def end_of(self, text: str) -> str:
-        """The token that ends it; "": none does."""
         return next((token for token in self.ends if text.endswith(token)), "")
 
 
@@ -319,8 +293,7 @@ def messages_of(found: list[Any], where: str) -> list[Message]:
             message = {"role": SPEAKERS[message["from"]], "content": message["value"]}
         if not isinstance(message, dict) or not {"role"} < message.keys():
             has = ", ".join(map(repr, message)) if isinstance(message, dict) else repr(message)
-            raise MegatrainError(f"{where}: message {number} has {has}; `role` (user, assistant) and `content` are "
-                                 "needed")
+            raise MegatrainError(f"{where}: message {number} has {has}; `role` and `content` are needed")
         made.append({k: v for k, v in message.items() if v is not None or k == "content"})
     return made
 
@@ -329,8 +302,7 @@ def rendered(messages: list[Message], template: Template, first: int = 0) -> lis
     """The texts to train: one, or one for each answer. first: the message from which on answers are learned."""
     said = [i for i, m in enumerate(messages) if i >= first and m["role"] in ("assistant", "model")]
     if not said:
-        raise MegatrainError(f"{template.where}: no message is the assistant's, and nothing else is learned of a "
-                             "conversation")
+        raise MegatrainError(f"{template.where}: no message is the assistant's, and nothing else is learned of it")
     shown = [template(messages[:i + 1]) for i in said]
     each, whole = [_answered(messages[:i + 1], text, template) for i, text in zip(said, shown)], shown[-1]
     # What is "" but for its end is a call of tools that the template leaves out.
@@ -352,7 +324,7 @@ def _answered(messages: list[Message], text: str, template: Template) -> Chat:
     """Up to the end of the last message, which is learned. text: as the template shows them."""
     def begin_of_content() -> int:
         with contextlib.suppress(MegatrainError):
-            return _same(template([*before, {**messages[-1], "content": _PROBE}]), text)
+            return same(template([*before, {**messages[-1], "content": _PROBE}]), text)
         return len(text)
 
     before = messages[:-1]
@@ -360,7 +332,7 @@ def _answered(messages: list[Message], text: str, template: Template) -> Chat:
         prompt = template(before, prompt=True)
     except MegatrainError:                           # nobody spoke before, and the template wants somebody
         prompt = text[:begin_of_content()]
-    begin = _same(prompt, text)
+    begin = same(prompt, text)
     if begin < len(prompt):                          # the answer is not shown as the prompt asks for it
         content = begin_of_content()
         if before and not text.startswith(template(before)):
@@ -371,6 +343,6 @@ def _answered(messages: list[Message], text: str, template: Template) -> Chat:
     return Chat(text, [(begin, len(text))])
 
 
-def _same(one: str, other: str) -> int:
-    """Letters that both begin with."""
+def same(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many letters, or tokens, both begin with."""
     return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))

@@ -1,6 +1,5 @@
 """What a command is asked for: flags, YAML and defaults make the same Settings. The table makes the flags, config.yaml
-and docs/cli.md (tools/cli_page.py). Flags says the messages of mt.plan and mt.stream with flags for keyword arguments.
-"""
+and docs/cli.md (tools/cli_page.py). Flags says messages of mt.plan and mt.stream with flags for keyword arguments."""
 from __future__ import annotations
 
 import argparse
@@ -49,7 +48,6 @@ class Stopped(Exception):
 
 
 def say(text: str) -> None:
-    """A line on stdout, at once."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
@@ -84,7 +82,6 @@ def from_json(text: str | bytes, where: str) -> Any:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """A file of JSON that holds one."""
     if not isinstance(found := from_json(path.read_bytes(), str(path)), dict):
         raise MegatrainError(f"{path}: a table is needed")
     return found
@@ -100,10 +97,7 @@ def _words(value: Any) -> tuple[str, ...]:
 
 
 def _targets(value: Any) -> tuple[str, ...]:
-    try:
-        found = _words(list(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value)
-    except ValueError:
-        raise MegatrainError(f"targets={value!r}: {ALL}, or names of linear layers, are needed") from None
+    found = _words(list(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value)
     if ALL in found and len(found) > 1:
         raise MegatrainError(f"targets={','.join(found)}: {ALL} has the others in it; leave them out, or it")
     return found
@@ -123,26 +117,24 @@ def _share(value: Any) -> float | str:
         return _words(str(value))[0]
 
 
-DATA = ("text, .jsonl, .json, .csv, .tsv or .parquet, a folder of such, or a name on the hub; several may have "
-        "weights: a.jsonl:0.9 b.csv:0.1")
-
-
 def _setting(default: Any, kind: Any, text: str = "", choices: Iterable[str] = (), shown: str = "",
              span: tuple[float, float] | None = None) -> Any:
-    """shown: the value's name in help. span: the least and the greatest value."""
-    return field(default=default, metadata={"kind": kind, "text": text, "choices": tuple(choices), "span": span,
-                                            "shown": shown or KINDS[kind][1]})
+    """shown: the value's name in help. span: the least and the greatest value; by default that of its kind."""
+    return field(default=default, metadata={
+        "kind": kind, "text": text, "choices": tuple(choices), "shown": shown or KINDS[kind][1],
+        "span": span or {int: COUNT, float: POSITIVE}.get(kind)})
 
 
 def as_words(value: Any) -> str:
-    """Of --lora, checked; the same words for all ways to write the same."""
+    """Of --lora: the same for all ways to write the same."""
     return str(Lora.of(value))
 
 
-COUNT, POSITIVE, SHARE = (1, math.inf), (math.ulp(0.0), math.inf), (0, 1)
+COUNT, POSITIVE = (1, math.inf), (math.ulp(0.0), math.inf)
 KINDS = {int: ("a whole number", "N"), float: ("a number", "X"), str: ("a word", "WORD"),
          _words: ("a word, or a list of words", "DATA"), _share: ("a number, or a file", "SHARE|DATA"),
-         as_words: (f"words such as {AS}", AS), _targets: ("", ""), _yes: ("true or false", "")}
+         as_words: (f"words such as {AS}", AS), _targets: (f"{ALL}, or names of linear layers,", ""),
+         _yes: ("true or false", "")}
 
 
 @dataclass(frozen=True)
@@ -150,8 +142,8 @@ class Lora:
     """--lora: adapters of rank r. targets: names of modules or the ends of such names; ("all",): all linear layers but
     the head. dora, rslora: PEFT's use_dora and use_rslora."""
 
-    r: int = _setting(None, int, span=COUNT)
-    alpha: float = _setting(None, float, span=POSITIVE)
+    r: int = _setting(None, int)
+    alpha: float = _setting(None, float)
     targets: tuple[str, ...] = _setting((ALL,), _targets)
     dropout: float = _setting(0.0, float, span=(0, 0.999))
     dora: bool = _setting(False, _yes)
@@ -190,8 +182,10 @@ class Settings:
     """Of a run. None: chosen when model, data and machine are known; config.yaml of the run has what was chosen.
     more: arguments of TRL by their own names."""
 
-    model: str = _setting(None, str, "folder of a model in Hugging Face format, or its name on the hub", shown="MODEL")
-    data: tuple[str, ...] = _setting(None, _words, DATA)
+    model: str = _setting(None, str, "a run, a folder in Hugging Face format, or a name on the hub", shown="MODEL")
+    data: tuple[str, ...] = _setting(
+        None, _words, "text, .jsonl, .json, .csv, .tsv or .parquet, a folder of such, or a name on the hub; several "
+        "may have weights: a.jsonl:0.9 b.csv:0.1")
     out: str = _setting(None, str, "folder of the run; default: runs/ and the model's name", shown="FOLDER")
 
     method: str = _setting("sft", str, "training method; docs/cli.md has the records that each takes", METHODS)
@@ -205,18 +199,16 @@ class Settings:
     split: str = _setting("train", str, "split of a data set on the hub", shown="NAME")
     validation: float | str = _setting(0.02, _share, "share of the tokens to hold out, or a file with held-out data",
                                        span=(0, 0.5))
-    seq: int = _setting(None, int, "tokens in a row; default: 4096, on the CPU 256, at most what the model takes",
-                        span=COUNT)
+    seq: int = _setting(None, int, "tokens in a row; default: 4096, on the CPU 256, at most what the model takes")
 
-    tokens: int = _setting(None, int, "tokens in a step; default: 65536, on the CPU 2048, at most a 20th of the data",
-                           span=COUNT)
-    micro: int = _setting(None, int, "micro-batches in a step; default: the plan's, on the CPU 1", span=COUNT)
-    epochs: float = _setting(1.0, float, "passes through the data", span=POSITIVE)
-    steps: int = _setting(None, int, "number of steps, instead of epochs", span=COUNT)
-    lr: float = _setting(None, float, "highest learning rate; default: 1e-5, with lora 2e-4", span=POSITIVE)
+    tokens: int = _setting(None, int, "tokens in a step; default: 65536, on the CPU 2048, at most a 20th of the data")
+    micro: int = _setting(None, int, "micro-batches in a step; default: the plan's, on the CPU 1")
+    epochs: float = _setting(1.0, float, "passes through the data")
+    steps: int = _setting(None, int, "number of steps, instead of epochs")
+    lr: float = _setting(None, float, "highest learning rate; default: 1e-5, with lora 2e-4")
     schedule: str = _setting("cosine", str, "learning rate schedule", SCHEDULES)
-    warmup: float = _setting(0.03, float, "share of the steps in which the learning rate rises", span=SHARE)
-    weight_decay: float = _setting(0.0, float, "AdamW's weight decay", span=SHARE)
+    warmup: float = _setting(0.03, float, "share of the steps in which the learning rate rises", span=(0, 1))
+    weight_decay: float = _setting(0.0, float, "AdamW's weight decay", span=(0, 1))
     beta2: float = _setting(0.95, float, "AdamW's beta2", span=(0, 0.99999))
     clip: float = _setting(1.0, float, "highest gradient norm of a step; 0: no limit", span=(0, math.inf))
     seed: int = _setting(0, int, "seed for the order of the data and for dropout", span=(0, 2**32 - 1))
@@ -227,18 +219,18 @@ class Settings:
     states: str = _setting("fp32", str, "format of AdamW's states", mt.choices("states"))
     products: str = _setting("bf16", str, "precision of the layers' products; fp8 needs a GPU that has it",
                              mt.choices("products"))
-    gpus: int = _setting(1, int, "GPUs of this machine to use, with a process for each", span=COUNT)
+    gpus: int = _setting(1, int, "GPUs of this machine to use, with a process for each")
     vram: str = _setting(None, str, "limit of each GPU's memory, e.g. 24GiB", shown="SIZE")
     host: str = _setting(None, str, "limit of host memory for all processes together", shown="SIZE")
     nvme: str = _setting(None, str, "folder for states, weights and activations that host memory does not hold",
                          shown="FOLDER")
 
-    log_every: int = _setting(1, int, "steps between two lines of log.jsonl", span=COUNT)
-    eval_every: int = _setting(None, int, "steps between two evaluations; default: a tenth of the run", span=COUNT)
-    save_every: int = _setting(None, int, "steps between two checkpoints; default: a fifth of the run", span=COUNT)
+    log_every: int = _setting(1, int, "steps between two lines of log.jsonl")
+    eval_every: int = _setting(None, int, "steps between two evaluations; default: a tenth of the run")
+    save_every: int = _setting(None, int, "steps between two checkpoints; default: a fifth of the run")
     early_stopping: int = _setting(None, int, "stop after so many evaluations in a row without improvement, and "
-                                   "keep the best weights", span=COUNT)
-    keep: int = _setting(2, int, "checkpoints to keep; older ones are removed", span=COUNT)
+                                   "keep the best weights")
+    keep: int = _setting(2, int, "checkpoints to keep; older ones are removed")
     report_to: str = _setting("none", str, "where else to send the log: tensorboard, wandb, or another that Trainer "
                               "knows", shown="NAME")
     push_to_hub: str = _setting(None, str, "name on the hub to upload the final model to", shown="NAME")
@@ -262,8 +254,7 @@ class Settings:
         for name in ("vram", "host"):
             mt.parse_bytes(getattr(s, name), name)
         if (s.products, s.dtype) == ("fp8", "float32"):
-            raise MegatrainError("products=fp8, dtype=float32: codes of 8 bits are made of bfloat16 weights; leave one "
-                                 "of the two out")
+            raise MegatrainError("products=fp8, dtype=float32: codes are made of bfloat16 weights; leave one out")
         if s.early_stopping and s.validation == 0:
             raise MegatrainError(f"early_stopping={s.early_stopping}, validation=0: nothing is held out to evaluate")
         if s.base != "none" and s.lora is None:
@@ -273,6 +264,62 @@ class Settings:
 
     def with_(self, **changes: Any) -> Settings:
         return dataclasses.replace(self, **changes)
+
+    # ---- what was not given ----
+
+    def for_machine(self) -> Settings:
+        device, cores = device_of(self.device), len(os.sched_getaffinity(0))
+        there = torch.cuda.device_count() if device == "cuda" else max(2, cores)
+        if self.gpus > there:
+            what = "CUDA devices" if device == "cuda" else "cores, with a process on each,"
+            raise MegatrainError(f"gpus={self.gpus}: there are {there} {what} here; --gpus {there} or fewer")
+        if self.nvme is not None and not Path(self.nvme).is_dir():
+            raise MegatrainError(f"nvme={self.nvme}: there is no such directory; make one on that drive")
+        if device == "cpu":
+            # Torch's threads spin while they wait for each other: one core is left to the engine's.
+            torch.set_num_threads(max(1, (cores - 1) // self.gpus))
+        halves = device == "cuda" or self.products == "fp8" or self.base != "none"
+        return self.with_(device=device, dtype=self.dtype or ("bfloat16" if halves else "float32"),
+                          lr=self.lr or (1e-5 if self.lora is None else 2e-4))
+
+    def for_gpus(self, gpus: int) -> Settings:
+        """Of a run that goes on with so many GPUs: with as many micro-batches in all, where they can be had."""
+        if gpus == self.gpus:
+            return self
+        micro, rest = divmod((self.micro or 1) * self.gpus, gpus)
+        return self.with_(gpus=gpus, micro=micro if micro and not rest else None)
+
+    def for_model(self, config: Any) -> Settings:
+        most = getattr(config, "max_position_embeddings", None) or self.seq or 4096
+        seq = self.seq or min(4096 if self.device == "cuda" else 256, most)
+        if seq > most:
+            raise MegatrainError(f"seq={seq}: the model was made for {most} positions at most; --seq {most} or less")
+        return self.with_(seq=seq)
+
+    def for_data(self, there: int) -> Settings:
+        """Tokens of a step, how many steps, and what is done how often. there: rows, or records, of the data."""
+        seq, tokens, gpus, micro = self.seq * SEQUENCES.get(self.method, 1), self.tokens, self.gpus, self.micro
+        if tokens is None:
+            usual = (65536 if self.device == "cuda" else 2048) // seq
+            tokens = max(LEAST.get(self.method, 1), min(usual, there // STEPS_LEAST) // gpus) * gpus * seq
+        _check_rows(self.with_(tokens=tokens), seq)
+        rows = tokens // seq
+        if rows > there and self.method != "grpo":
+            raise MegatrainError(f"tokens={tokens}: the data has {there} rows of {seq} tokens; --tokens "
+                                 f"{there * seq} takes them all in one step, fewer make more steps")
+        if rows % gpus:
+            raise MegatrainError(f"tokens={tokens}: {rows} rows of {self.seq} tokens cannot be divided among {gpus} "
+                                 f"GPUs; nearest: tokens={max(1, round(rows / gpus)) * gpus * seq}; or as many GPUs as "
+                                 f"{_divisors(rows)}")
+        if micro and rows // gpus % micro:
+            each = "tokens / seq" if gpus == 1 else "tokens / seq / gpus"
+            raise MegatrainError(f"micro={micro}: {rows // gpus} rows ({each}) cannot be cut into so many equal parts; "
+                                 f"{_divisors(rows // gpus)} can")
+        steps = self.steps or math.ceil(self.epochs * there / rows)
+        eval_every = self.eval_every or max(1, steps // 10)
+        # Weights that are to be taken back have to be saved when they are evaluated.
+        save_every = self.save_every or (eval_every if self.early_stopping else max(1, steps // 5))
+        return self.with_(tokens=tokens, steps=steps, eval_every=eval_every, save_every=save_every)
 
 
 SHOWN = {f.name: f for f in dataclasses.fields(Settings) if f.name != "more"}        # flags, and lines of config.yaml
@@ -316,124 +363,52 @@ def _check_rows(s: Settings, seq: int | None) -> None:
                              f"nearest: tokens={max(1, round(s.tokens / seq)) * seq}")
 
 
-# ---- flags and YAML ------------------------------------------------------------------------------
+def _divisors(n: int) -> str:
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
 
-def add_flags(parser: argparse.ArgumentParser, names: Iterable[str] | None = None) -> None:
-    """A flag for each setting, model and data left out; what is not given is not in the namespace."""
-    for f in SHOWN.values():
-        if f.name not in ("model", "data") and (names is None or f.name in names):
-            parser.add_argument(f"--{f.name.replace('_', '-')}", default=argparse.SUPPRESS, type=str, dest=f.name,
-                                metavar="|".join(f.metadata["choices"]) or f.metadata["shown"],
-                                help=f.metadata["text"] + ("" if f.default is None else f"; default: {f.default}"))
-
-
-def given(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings that the command line has."""
-    return getattr(args, "more", {}) | {k: v for k, v in vars(args).items() if k in SHOWN and v not in (None, [])}
-
-
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    import yaml
-
-    where, needed = str(path), "lines of `name: value` are needed"
-    try:
-        if isinstance(found := yaml.safe_load(Path(path).read_text()), dict):
-            return found
-        said = needed
-    except OSError as why:
-        said = why.strerror
-    except UnicodeDecodeError:
-        said = f"not UTF-8: {needed}"
-    except yaml.YAMLError as why:
-        mark = getattr(why, "problem_mark", None)
-        where += f":{mark.line + 1}" if mark else ""
-        said = f"not YAML: {getattr(why, 'problem', None) or why}; {needed}"
-    raise MegatrainError(f"{where}: {said}")
-
-
-def page() -> str:
-    """The table of docs/cli.md."""
-    lines = ["| setting | default | what |", "|---|---|---|"]
-    for f in SHOWN.values():
-        flag = f"`{f.name}`" if f.name in ("model", "data") else f"`--{f.name.replace('_', '-')}`"
-        text = f.metadata["text"] + (f": {', '.join(f.metadata['choices'])}" if f.metadata["choices"] else "")
-        lines.append(f"| {flag} | {'' if f.default is None else f'`{f.default}`'} | {text} |")
-    return "\n".join(lines)
-
-
-# ---- what was not given --------------------------------------------------------------------------
 
 def device_of(asked: str | None) -> str:
-    """Raises: MegatrainError: CUDA is asked for, and is not there."""
     device = asked or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise MegatrainError("device=cuda: torch sees no CUDA device here; use --device cpu")
     return device
 
 
-def for_machine(settings: Settings) -> Settings:
-    device, cores = device_of(settings.device), len(os.sched_getaffinity(0))
-    there = torch.cuda.device_count() if device == "cuda" else max(2, cores)
-    if settings.gpus > there:
-        what = "CUDA devices" if device == "cuda" else "cores, with a process on each,"
-        raise MegatrainError(f"gpus={settings.gpus}: there are {there} {what} here; --gpus {there} or fewer")
-    if settings.nvme is not None and not Path(settings.nvme).is_dir():
-        raise MegatrainError(f"nvme={settings.nvme}: there is no such directory; make one on the drive that is to hold "
-                             "states")
-    if device == "cpu":
-        # Torch's threads spin while they wait for each other: one core is left to the engine's.
-        torch.set_num_threads(max(1, (cores - 1) // settings.gpus))
-    halves = device == "cuda" or settings.products == "fp8" or settings.base != "none"
-    return settings.with_(device=device, dtype=settings.dtype or ("bfloat16" if halves else "float32"),
-                          lr=settings.lr or (1e-5 if settings.lora is None else 2e-4))
+# ---- flags and YAML ------------------------------------------------------------------------------
+
+def add_flags(parser: argparse.ArgumentParser, names: Iterable[str] = ()) -> None:
+    """A flag for each of these settings, by default all; model and data are words. What is not given is not set."""
+    nargs = {"model": None, "data": "+"} if names else {"model": "?", "data": "*"}       # --config may have them
+    for f in [f for f in SHOWN.values() if f.name in names or not names]:
+        text, shown = f.metadata["text"], "|".join(f.metadata["choices"]) or f.metadata["shown"]
+        if f.name in nargs:
+            parser.add_argument(f.name, nargs=nargs[f.name], metavar=shown, help=text)
+        else:
+            parser.add_argument(f"--{f.name.replace('_', '-')}", default=argparse.SUPPRESS, dest=f.name, metavar=shown,
+                                help=text + ("" if f.default is None else f"; default: {f.default}"))
 
 
-def for_gpus(settings: Settings, gpus: int) -> Settings:
-    """Settings of a run that goes on with so many GPUs: with as many micro-batches in all, where they can be had."""
-    if gpus == settings.gpus:
-        return settings
-    micro, rest = divmod((settings.micro or 1) * settings.gpus, gpus)
-    return settings.with_(gpus=gpus, micro=micro if micro and not rest else None)
+def given(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings of the command line, and of its --config."""
+    found = (read_yaml(args.config) if getattr(args, "config", None) else {}) | getattr(args, "more", {})
+    return found | {k: v for k, v in vars(args).items() if k in SHOWN and v not in (None, [])}
 
 
-def for_model(settings: Settings, config: Any) -> Settings:
-    most = getattr(config, "max_position_embeddings", None) or settings.seq or 4096
-    seq = settings.seq or min(4096 if settings.device == "cuda" else 256, most)
-    if seq > most:
-        raise MegatrainError(f"seq={seq}: the model was made for {most} positions at most; --seq {most} or less")
-    return settings.with_(seq=seq)
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    import yaml
 
-
-def for_data(settings: Settings, there: int, sequences: int = 1) -> Settings:
-    """Tokens of a step, how many steps, and what is done how often; there: rows of the data, or records of so many
-    sequences each, which count as `seq` tokens."""
-    s, seq = settings, settings.seq * sequences
-    if s.tokens is None:
-        usual = (65536 if s.device == "cuda" else 2048) // seq
-        least = LEAST.get(s.method, 1)
-        s = s.with_(tokens=max(least, min(usual, there // STEPS_LEAST) // s.gpus) * s.gpus * seq)
-    _check_rows(s, seq)
-    rows = s.tokens // seq
-    if rows > there and s.method != "grpo":
-        raise MegatrainError(f"tokens={s.tokens}: the data has {there} rows of {seq} tokens; --tokens "
-                             f"{there * seq} takes them all in one step, fewer make more steps")
-    if rows % s.gpus:
-        raise MegatrainError(f"tokens={s.tokens}: {rows} rows of {s.seq} tokens cannot be divided among {s.gpus} GPUs; "
-                             f"nearest: tokens={max(1, round(rows / s.gpus)) * s.gpus * seq}; or as many GPUs as "
-                             f"{_divisors(rows)}")
-    if s.micro and rows // s.gpus % s.micro:
-        each = "tokens / seq" if s.gpus == 1 else "tokens / seq / gpus"
-        raise MegatrainError(f"micro={s.micro}: {rows // s.gpus} rows ({each}) cannot be cut into so many equal parts; "
-                             f"{_divisors(rows // s.gpus)} can")
-    steps = s.steps or math.ceil(s.epochs * there / rows)
-    eval_every = s.eval_every or max(1, steps // 10)
-    # Weights that are to be taken back have to be saved when they are evaluated.
-    return s.with_(steps=steps, eval_every=eval_every, save_every=s.save_every or (
-        eval_every if s.early_stopping else max(1, steps // 5)))
-
-
-def _divisors(n: int) -> str:
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+    where, said = str(path), "lines of `name: value` are needed"
+    try:
+        if isinstance(found := yaml.safe_load(Path(path).read_text()), dict):
+            return found
+    except OSError as why:
+        said = why.strerror
+    except UnicodeDecodeError:
+        said = f"not UTF-8: {said}"
+    except yaml.YAMLError as why:
+        where += f":{why.problem_mark.line + 1}" if getattr(why, "problem_mark", None) else ""
+        said = f"not YAML: {getattr(why, 'problem', None) or why}; {said}"
+    raise MegatrainError(f"{where}: {said}")
 
 
 # ---- messages in a shell -------------------------------------------------------------------------

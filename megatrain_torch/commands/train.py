@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -26,42 +26,21 @@ import megatrain_torch as mt
 from megatrain_torch import MegatrainError
 
 from . import data, folder, launch, models
-from .data import Document
 from .folder import Owned
 from .launch import Team, team_of
-from .rows import fitted, held_out, rows_of
-from .settings import (
-    DATA,
-    SEQUENCES,
-    Settings,
-    Stopped,
-    add_flags,
-    for_data,
-    for_gpus,
-    for_machine,
-    for_model,
-    given,
-    in_flags,
-    need,
-    read_table,
-    read_yaml,
-    say,
-)
+from .settings import Settings, Stopped, add_flags, given, in_flags, need, read_table, say
 
 UNKNOWN = 0.02                       # share of the tokens, above which it is said
 PLANNED = ("tokens", "seq", "vram", "host", "micro", "states", "nvme", "dtype", "products")
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser("train", help="train a model on texts, prompts or conversations", allow_abbrev=False)
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="folder in Hugging Face format, a run, or a name on "
-                       "the hub")
-    parser.add_argument("data", nargs="*", metavar="DATA", help=DATA)
+    parser = commands.add_parser("train", help="train a model on texts, prompts or conversations")
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with the same names; flags come first")
     parser.add_argument("--overwrite", action="store_true", help="remove what the run's folder has of a run before")
     add_flags(parser)
     parser.set_defaults(run=train, words=())
-    parser = commands.add_parser("resume", help="go on with a run from its last checkpoint", allow_abbrev=False)
+    parser = commands.add_parser("resume", help="go on with a run from its last checkpoint")
     parser.add_argument("folder", type=Path, metavar="RUN", help="the run's folder")
     parser.add_argument("--convert", action="store_true", help="round the checkpoint's states where states: or dtype: "
                         "of its config.yaml were changed to what holds less")
@@ -73,10 +52,8 @@ def add(commands: Any) -> None:
 
 
 def train(args: argparse.Namespace) -> int:
-    """megatrain train."""
     check_packages()
-    values = (read_yaml(args.config) if args.config else {}) | given(args)
-    settings = Settings.of(values, str(args.config) if args.config else "command line")
+    settings = Settings.of(given(args), str(args.config) if args.config else "command line")
     for name in ("model", "data"):
         if getattr(settings, name) is None:
             raise MegatrainError(f"which {name}? megatrain train MODEL DATA, or --config with a line `{name}: ...`")
@@ -95,90 +72,57 @@ def train(args: argparse.Namespace) -> int:
                                  "removes it, --out names another folder")
         owned.check_free()
 
-    return _start(for_machine(settings.with_(out=str(out))), args.words, owned, check)
+    return _start(settings.with_(out=str(out)).for_machine(), args.words, owned, check)
 
 
 def resume(args: argparse.Namespace) -> int:
-    """megatrain resume."""
     check_packages()
-    settings = folder.settings_of(args.folder).with_(out=str(args.folder))
+    run, owned = args.folder, Owned(args.folder)
+    settings = folder.settings_of(run).with_(out=str(run))
     asked = Settings.of(given(args), "command line").gpus if hasattr(args, "gpus") else settings.gpus
-    settings, owned = for_machine(for_gpus(settings, asked)), Owned(args.folder)
-    return _start(settings, args.words, owned, lambda: _checked(owned, settings, args.convert), args.convert,
-                  args.new_data)
+    settings = settings.for_gpus(asked).for_machine()
 
+    def check() -> Path:
+        """The checkpoint to go on from: whole, with nothing in the run's way, and asked for as it was written."""
+        if folder.is_finished(run) and not owned.changed(folder.FINAL):
+            raise MegatrainError(f"{run} is finished: its model is {run / folder.FINAL}; megatrain "
+                                 f"train {run} DATA --out OTHER trains that on")
+        checkpoint = folder.last_checkpoint(run)
+        try:
+            found = mt.inspect_checkpoint(checkpoint)
+            _check_state(checkpoint)
+            whole = (checkpoint / "config.json").is_file() or not (checkpoint / folder.ADAPTER).is_file()
+            dtype = read_table(checkpoint / "config.json").get("dtype") if whole else None
+        except (MegatrainError, OSError) as why:
+            older = [p for p in folder.checkpoints(run) if p != checkpoint]
+            way = (f"remove {checkpoint}, and megatrain resume {run} goes on from {older[-1].name}" if older
+                   else f"there is none before it; megatrain train --out {run} --overwrite begins again")
+            raise MegatrainError(f"{why}; {way}") from None
+        step = folder.step_of(checkpoint.name)
+        ahead = [name for name in owned.strangers() if name.split("/")[0] == folder.FINAL
+                 or (name not in owned.entries and step < folder.step_of(name) <= settings.steps)]
+        if ahead:
+            raise MegatrainError(f"{run / ahead[0]}: this run did not make it, or not as it is now: move it away")
+        then = found.extra if isinstance(found.extra, dict) else {}
+        for name, own in (("lora", None), ("base", "none")):
+            if (before := then.get(name, own)) != (now := getattr(settings, name)):
+                raise MegatrainError(f"{run / folder.CONFIG} says {name}: {now} now, and {checkpoint.name} was written "
+                                     f"with {name}: {before}: put that back there")
+        then, today = {"states": found.states, "dtype": dtype}, {"states": settings.states, "dtype": settings.dtype}
 
-def _start(settings: Settings, words: list[str], owned: Owned, check: Callable[[], Path | None],
-           convert: bool = False, new_data: bool = False) -> int:
-    """In this process, or in one for each GPU, which run the same command. check: gives the checkpoint to go on from,
-    when the folder is locked."""
-    models.check_packages(settings.lora is not None, settings.base)
-    if settings.gpus > 1 and not launch.joins():
-        return launch.launch(words, settings.gpus)
-    import datasets
+        def kind(there: torch.dtype) -> torch.dtype:         # a model may have kept some in a type of their own
+            return getattr(torch, settings.dtype) if str(there) == f"torch.{dtype}" else there
 
-    datasets.disable_progress_bars()
-    # Of names that TRL still gives to transformers.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl)\.")
-    with (team_of(settings.device) as team, contextlib.ExitStack() as stack,
-          tempfile.TemporaryDirectory(prefix="megatrain-") as own):
-        team.first_does(lambda: stack.enter_context(owned.locked()))
-        checkpoint = team.of_first(team.first_does(check))
-        _run(settings, team, owned, checkpoint, convert, new_data, team.of_first(own))
-    return 0
+        if not args.convert and found.rounds(settings.states, kind):
+            changed = [name for name in today if then[name] not in (None, today[name])]
+            before, now = (", ".join(f"{name}: {values[name]}" for name in changed) for values in (then, today))
+            raise MegatrainError(
+                f"{run / folder.CONFIG} says {now} now, and {checkpoint.name} was written with {before}, which holds "
+                f"more: put {before} back there to go on to the same bits, or megatrain resume {run} --convert rounds "
+                f"to {now}")
+        return checkpoint
 
-
-def check_packages() -> None:
-    """What the loop imports, all of them at once; and that this command starts its processes."""
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")       # TRL would tell of each run
-    many = os.environ.get("WORLD_SIZE", "1")
-    if many != "1" and not launch.joins():
-        raise MegatrainError(f"this is one of {many} processes (WORLD_SIZE) that a launcher started: start one, and "
-                             f"--gpus {many} starts the others")
-    need("megatrain train needs", "transformers", "accelerate", "trl", "datasets", "rich", "yaml")
-
-
-# ---- what resume checks --------------------------------------------------------------------------
-
-def _checked(owned: Owned, settings: Settings, convert: bool) -> Path:
-    """The checkpoint to go on from: whole, with nothing in the run's way, and asked for as it was written."""
-    run = owned.run
-    if folder.is_finished(run) and not owned.changed(folder.FINAL):
-        raise MegatrainError(f"{run} is finished: its model is {run / folder.FINAL}; megatrain "
-                             f"train {run} DATA --out OTHER trains that on")
-    checkpoint = folder.last_checkpoint(run)
-    try:
-        found = mt.inspect_checkpoint(checkpoint)
-        _check_state(checkpoint)
-        dtype = models.dtype_of(checkpoint)
-    except (MegatrainError, OSError) as why:
-        older = [p for p in folder.checkpoints(run) if p != checkpoint]
-        way = (f"remove {checkpoint}, and megatrain resume {run} goes on from {older[-1].name}" if older
-               else f"there is none before it; megatrain train --out {run} --overwrite begins again")
-        raise MegatrainError(f"{why}; {way}") from None
-    step = folder.step_of(checkpoint.name)
-    ahead = [name for name in owned.strangers() if name.split("/")[0] == folder.FINAL
-             or (name not in owned.entries and step < folder.step_of(name) <= settings.steps)]
-    if ahead:
-        raise MegatrainError(f"{run / ahead[0]} is there, and this run did not make it, or not as it is now: it "
-                             "stays; move it away, and resume")
-    then = found.extra if isinstance(found.extra, dict) else {}
-    for name, own in (("lora", None), ("base", "none")):
-        if (before := then.get(name, own)) != (now := getattr(settings, name)):
-            raise MegatrainError(f"{run / folder.CONFIG} says {name}: {now} now, and {checkpoint.name} was written "
-                                 f"with {name}: {before}: put that back there")
-    then, today = {"states": found.states, "dtype": dtype}, {"states": settings.states, "dtype": settings.dtype}
-
-    def kind(there: torch.dtype) -> torch.dtype:         # a model may have kept some in a type of their own
-        return getattr(torch, settings.dtype) if str(there) == f"torch.{dtype}" else there
-
-    if not convert and found.rounds(settings.states, kind):
-        changed = [name for name in today if then[name] not in (None, today[name])]
-        before, now = (", ".join(f"{name}: {values[name]}" for name in changed) for values in (then, today))
-        raise MegatrainError(f"{run / folder.CONFIG} says {now} now, and {checkpoint.name} was written with {before}, "
-                             f"which holds more: put {before} back there to go on to the same bits, or megatrain "
-                             f"resume {run} --convert rounds to {now}")
-    return checkpoint
+    return _start(settings, args.words, owned, check, args.convert, args.new_data)
 
 
 def _check_state(checkpoint: Path) -> None:
@@ -200,19 +144,64 @@ def _check_state(checkpoint: Path) -> None:
             raise MegatrainError(f"{what} cannot be read: {str(why)[:60]}") from None
 
 
+def _start(settings: Settings, words: list[str], owned: Owned, check: Callable[[], Path | None],
+           convert: bool = False, new_data: bool = False) -> int:
+    """In this process, or in one for each GPU, which run the same command. check: gives the checkpoint to go on from,
+    when the folder is locked."""
+    models.check_packages(settings.lora is not None, settings.base)
+    if settings.gpus > 1 and not launch.joins():
+        return launch.launch(words, settings.gpus)
+    import datasets
+
+    began = time.perf_counter()
+    datasets.disable_progress_bars()
+    # Of names that TRL still gives to transformers.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl)\.")
+    with (team_of(settings.device) as team, contextlib.ExitStack() as stack,
+          tempfile.TemporaryDirectory(prefix="megatrain-") as own):
+        team.first_does(lambda: stack.enter_context(owned.locked()))
+        checkpoint = team.of_first(team.first_does(check))
+        trainer = _prepared(settings, team, owned, checkpoint, convert, new_data, team.of_first(own))
+        # A run that was stopped in its last step has none left to make: Trainer would make one more.
+        if checkpoint is None or folder.step_of(checkpoint.name) < trainer.args.max_steps:
+            if stopped := trainer.run_steps(checkpoint):
+                team.of_first(None)      # which may be writing still
+                say(f"stopped at step {trainer.state.global_step}; megatrain resume {owned.run} goes on")
+                raise Stopped(stopped)
+        team.first_does(lambda: _finish(trainer, time.perf_counter() - began))
+    return 0
+
+
+def check_packages() -> None:
+    """What the loop imports, all of them at once; and that this command starts its processes."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")       # TRL would tell of each run
+    many = os.environ.get("WORLD_SIZE", "1")
+    if many != "1" and not launch.joins():
+        raise MegatrainError(f"this is one of {many} processes (WORLD_SIZE) that a launcher started: start one, and "
+                             f"--gpus {many} starts the others")
+    need("megatrain train needs", "transformers", "accelerate", "trl", "datasets", "rich", "yaml")
+
+
 # ---- the run -------------------------------------------------------------------------------------
 
-def _run(settings: Settings, team: Team, owned: Owned, checkpoint: Path | None, convert: bool, new_data: bool,
-         scratch: str) -> None:
-    """scratch: a folder for the time of the command, the same for all processes."""
+def _prepared(settings: Settings, team: Team, owned: Owned, checkpoint: Path | None, convert: bool, new_data: bool,
+              scratch: str) -> Any:
+    """The trainer of a run that was not refused. scratch: a folder for the time of the command, the same for all."""
     from . import loop
 
-    began, out, lora = time.perf_counter(), Path(settings.out), settings.lora
+    out, lora = owned.run, settings.lora
     torch.manual_seed(settings.seed)
     with team.as_one():
         loop.given(settings)
-        source, tokenizer, config = _named(settings, checkpoint)
-        settings = for_model(settings, config)
+        # mt.load takes all that a checkpoint of adapters has, frozen weights too: the model under them is read to have
+        # their form. Other methods compare with it. That a run would begin with adapters over a model is refused there.
+        whole = checkpoint is not None and lora is None and settings.method == "sft"
+        name = str(checkpoint) if whole else models.beneath(settings)
+        source = models.source_of(settings.model) if checkpoint is None else models.Source(name, str(checkpoint))
+        # A checkpoint's tokenizer has the chat template that the run began with.
+        tokenizer = models.load_tokenizer(source.words, settings.chat_template if checkpoint is None else None)
+        config = models.load_config(source.model)
+        settings = settings.for_model(config)
         if lora is not None:                             # before data and weights are read
             with in_flags("base"):
                 models.lora_config(models.empty(config, settings.base), lora)
@@ -224,70 +213,63 @@ def _run(settings: Settings, team: Team, owned: Owned, checkpoint: Path | None, 
         model = models.load_model(source.model, settings.dtype, team.first or settings.method in ("dpo", "kto"),
                                   settings.base, settings.method == "reward")
         if len(tokenizer) > (there := model.get_input_embeddings().num_embeddings):
-            raise MegatrainError(f"the tokenizer has {len(tokenizer)} tokens and the model embeds {there}: they are "
-                                 "not of one model")
-    train, held = team.of_first(team.first_does(lambda: parts if rows is None else fitted(
+            raise MegatrainError(f"the tokenizer has {len(tokenizer)} tokens, and the model embeds {there} alone")
+    train, held = team.of_first(team.first_does(lambda: parts if rows is None else data.fitted(
         model, settings, tokenizer, parts, rows, settings.device == "cuda")))        # where rows are joined
     parts = rows = None                                  # documents have as many tokens as the rows
     with team.as_one():
-        settings = for_data(settings, len(train), SEQUENCES.get(settings.method, 1))
+        settings = settings.for_data(len(train))
         if lora is not None:
             model = models.adapted(model, lora, settings.seed)
-    with contextlib.ExitStack() as refused:
-        team.first_does(lambda: refused.enter_context(_made_if_kept(out)))
+    made = not out.exists()
+    try:
+        team.first_does(lambda: models.writable(out))
         with in_flags(*PLANNED, gpus=settings.gpus):
             settings, how, page = _planned(model, settings, team)
-            begin = _words_to_begin(model, settings, train, held)
+            begin = _first_line(model, settings, train, held)
             run = loop.Run(settings, team, owned, convert, scratch)
             trainer = loop.trainer_of(run, model, tokenizer, train, held, how, reward)
         team.first_does(lambda: _check_disk(trainer.model, settings, owned.nbytes if checkpoint is None else 0))
         team.first_does(lambda: (owned.start if checkpoint is None else owned.go_on)(identity))
+    except BaseException:
+        if team.first and made:
+            with contextlib.suppress(OSError):           # somebody put something there
+                out.rmdir()
+        raise
     if team.first:
         if page:
             (out / "plan.html").write_text(page)
         folder.write_yaml(out / folder.CONFIG, settings)
     say(begin)
-    # A run that was stopped in its last step has none left to make: Trainer would make one more.
-    over = checkpoint is not None and folder.step_of(checkpoint.name) >= settings.steps
-    if stopped := 0 if over else loop.train(trainer, checkpoint):
-        team.of_first(None)              # which may be writing still
-        say(f"stopped at step {trainer.state.global_step}; megatrain resume {out} goes on")
-        raise Stopped(stopped)
-    team.first_does(lambda: _export_final(trainer.model, tokenizer, owned))
-    rose, chat = trainer.rose(), " --chat" if folder.is_chat(str(out)) else ""
+    return trainer
+
+
+def _finish(trainer: Any, seconds: float) -> None:
+    """Writes the model, or the adapter, and says what may be done with it."""
+    settings, owned = trainer.run.settings, trainer.run.owned
+    half, final = owned.run / folder.HALF, owned.run / folder.FINAL
+    owned.begin(folder.HALF, folder.SCRATCH)
+    shutil.rmtree(half, ignore_errors=True)
+    half.mkdir()
+    models.save(trainer.model, trainer.processing_class, half, owned.run)
+    owned.begin(folder.FINAL, {})
+    owned.made(folder.FINAL, folder.HALF)                # before it has its name: what has it is whole, and the run's
+    half.rename(final)
+    rose, chat = trainer.rose(), " --chat" if owned.data.get("chat") else ""
     end = "done" if not rose else f"{rose}: the run diverged, and a lower --lr than {settings.lr:g} may not; over"
-    say(f"{end} in {time.perf_counter() - began:.0f} s; the {'model' if lora is None else 'adapter'} is "
-        f"{out / folder.FINAL}")
-    tried = "" if settings.method == "reward" else f"try it: megatrain generate {out}{chat} --prompt '...'     "
-    say(f"{tried}look: megatrain report {out}")
-    if settings.push_to_hub is not None:
-        team.first_does(lambda: _push(out / folder.FINAL, settings.push_to_hub, loop.given(settings)))
+    say(f"{end} in {seconds:.0f} s; the {'model' if settings.lora is None else 'adapter'} is {final}")
+    tried = "" if settings.method == "reward" else f"try it: megatrain generate {owned.run}{chat} --prompt '...'     "
+    say(f"{tried}look: megatrain report {owned.run}")
+    if settings.push_to_hub is None:
+        return
+    import huggingface_hub
 
-
-def _named(settings: Settings, checkpoint: Path | None) -> tuple[models.Source, Any, Any]:
-    """(what the model is read from, tokenizer, config)."""
-    # mt.load takes all that a checkpoint of adapters has, frozen weights too: the model under them is read to have
-    # their form. Other methods compare with it. That a run would begin with adapters over a model is refused there.
-    whole = checkpoint is not None and settings.lora is None and settings.method == "sft"
-    name = str(checkpoint) if whole else models.beneath(settings)
-    source = models.source_of(settings.model) if checkpoint is None else models.Source(name, str(checkpoint))
-    # A checkpoint's tokenizer has the chat template that the run began with.
-    tokenizer = models.load_tokenizer(source.words, settings.chat_template if checkpoint is None else None)
-    return source, tokenizer, models.load_config(source.model)
-
-
-@contextlib.contextmanager
-def _made_if_kept(out: Path) -> Iterator[None]:
-    """A folder that something can be written into; it goes again if it was not there and the run is refused."""
-    there = out.exists()
-    models.writable(out)
     try:
-        yield
-    except BaseException:
-        if not there:
-            with contextlib.suppress(OSError):           # somebody put something there
-                out.rmdir()
-        raise
+        there = huggingface_hub.create_repo(settings.push_to_hub, private=trainer.args.hub_private_repo, exist_ok=True)
+        found = huggingface_hub.upload_folder(repo_id=there.repo_id, folder_path=final)
+    except Exception as why:                             # of httpx, or of the hub
+        raise MegatrainError(f"push_to_hub={settings.push_to_hub}: {why}; the model is {final}") from None
+    say(f"{final} is on the hub: {found}")
 
 
 def _planned(model: Any, settings: Settings, team: Team) -> tuple[Settings, dict[str, Any], str]:
@@ -320,7 +302,7 @@ def _check_disk(model: Any, settings: Settings, freed: int) -> None:
                              f"{settings.keep}), or name a folder on another disk (--out)")
 
 
-def _words_to_begin(model: Any, settings: Settings, train: Any, held: Any) -> str:
+def _first_line(model: Any, settings: Settings, train: Any, held: Any) -> str:
     own = sum(p.numel() for p in model.parameters() if p.requires_grad)
     kept = f", {own / 1e6:,.1f} M of them in adapters that train" if settings.lora is not None else ""
     kept += f", linear weights in {settings.base}" if settings.base != "none" else ""
@@ -329,28 +311,6 @@ def _words_to_begin(model: Any, settings: Settings, train: Any, held: Any) -> st
     return (f"{model.num_parameters() / 1e6:,.1f} M parameters{kept}, streamed, computing on {settings.device}; "
             f"{there}; {settings.steps} steps of {settings.tokens:,} tokens"
             f"{f' on {settings.gpus} GPUs' if settings.gpus > 1 else ''}; run in {settings.out}")
-
-
-def _export_final(model: Any, tokenizer: Any, owned: Owned) -> None:
-    owned.begin(folder.HALF, folder.SCRATCH)
-    half = owned.run / folder.HALF
-    shutil.rmtree(half, ignore_errors=True)
-    half.mkdir()
-    models.save(model, tokenizer, half, owned.run)
-    owned.begin(folder.FINAL, {})
-    owned.made(folder.FINAL, folder.HALF)                # before it has its name: what has it is whole, and the run's
-    half.rename(owned.run / folder.FINAL)
-
-
-def _push(model: Path, name: str, given: dict[str, Any]) -> None:
-    import huggingface_hub
-
-    try:
-        there = huggingface_hub.create_repo(name, private=given.get("hub_private_repo"), exist_ok=True)
-        found = huggingface_hub.upload_folder(repo_id=there.repo_id, folder_path=model)
-    except Exception as why:                             # of httpx, or of the hub
-        raise MegatrainError(f"push_to_hub={name}: {why}; the model is {model}") from None
-    say(f"{model} is on the hub: {found}")
 
 
 # ---- the data ------------------------------------------------------------------------------------
@@ -367,8 +327,8 @@ def _read(settings: Settings, tokenizer: Any, like: Owned | None) -> tuple[Any, 
                              "--new-data goes on with this")
     if settings.method != "sft":
         return parts, None, identity
-    rows = rows_of(settings, tokenizer, parts)
-    for_data(settings, sum(len(d.parts) if d.whole else math.ceil(len(d) / settings.seq) for d in parts[0]))
+    rows = data.rows_of(settings, tokenizer, parts)
+    settings.for_data(sum(len(d.parts) if d.whole else math.ceil(len(d) / settings.seq) for d in parts[0]))
     return parts, rows, identity
 
 
@@ -381,13 +341,13 @@ def parts_of(settings: Settings, tokenizer: Any, date: datetime | None = None
         held = data.sources(settings, (settings.validation,), tokenizer, date)
         parts = data.shuffled(mixed, settings.seed), [d for s in held for d in s.documents]
     else:                                                # GRPO would write all its answers anew to be evaluated
-        parts = held_out(mixed, 0.0 if settings.method == "grpo" else settings.validation, settings.seed)
+        parts = data.held_out(mixed, 0.0 if settings.method == "grpo" else settings.validation, settings.seed)
     if settings.method == "sft":
         say_unknown([d for s in found for d in s.documents], tokenizer)
     return parts, data.identity(settings, found, held)
 
 
-def say_unknown(found: list[Document], tokenizer: Any) -> None:
+def say_unknown(found: list[data.Document], tokenizer: Any) -> None:
     """A tokenizer of another language or alphabet makes the same token of all that it does not know."""
     unknown = tokenizer.unk_token_id
     share = sum(int((d.ids == unknown).sum()) for d in found) / sum(map(len, found)) if unknown is not None else 0

@@ -1,9 +1,11 @@
-"""megatrain eval, generate, export, report and doctor."""
+"""megatrain plan, eval, generate, export, report and doctor."""
 from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import dataclasses
+import functools
 import html
 import io
 import itertools
@@ -20,51 +22,44 @@ import megatrain_torch as mt
 from megatrain_torch import MegatrainError
 
 from . import data, folder, models
-from .rows import IGNORED, collate, fitted, rows_of
-from .settings import Settings, add_flags, device_of, for_machine, for_model, given, in_flags, say
+from .settings import AS, KEPT, SIZES, Flags, Settings, add_flags, device_of, given, in_flags, say
 
 TOGETHER = 8                         # rows of an evaluation: weights are streamed once for all of them
 FITS = 0.7                           # of the free device memory, for weights that are put there whole
-MODEL = "a run, a folder in Hugging Face format, or a name on the hub"
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser("eval", help="loss and perplexity of a model on data", allow_abbrev=False)
-    parser.add_argument("model", metavar="MODEL", help=MODEL)
-    parser.add_argument("data", nargs="+", metavar="DATA", help="as for train")
-    add_flags(parser, ("column", "chat_template", "split", "seq", "device", "dtype", "vram", "host", "nvme"))
+    parser = commands.add_parser("eval", help="loss and perplexity of a model on data")
+    add_flags(parser, "model data column chat_template split seq device dtype vram host nvme".split())
     parser.set_defaults(run=evaluate)
 
-    parser = commands.add_parser("generate", help="let a model write", allow_abbrev=False)
-    parser.add_argument("model", metavar="MODEL", help=MODEL)
+    parser = commands.add_parser("generate", help="let a model write")
     parser.add_argument("--prompt", required=True, metavar="TEXT")
     parser.add_argument("--chat", action=argparse.BooleanOptionalAction, help="the prompt is a user's message, in the "
                         "chat template; default: as a run was trained, else as it is")
-    parser.add_argument("--max-new-tokens", type=int, metavar="N",
-                        help="default: 200, and at most what the model takes")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="default: 200, at most what the model takes")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="X", help="0: always the likeliest token")
     parser.add_argument("--top-p", type=float, default=0.95, metavar="X")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
-    add_flags(parser, ("device", "vram", "host", "nvme"))
+    add_flags(parser, "model device vram host nvme".split())
     parser.set_defaults(run=generate)
 
-    parser = commands.add_parser("export", help="a run's model as a folder in Hugging Face format", allow_abbrev=False)
+    parser = commands.add_parser("export", help="a run's model as a folder in Hugging Face format")
     parser.add_argument("run_folder", type=Path, metavar="RUN")
     parser.add_argument("to", type=Path, metavar="FOLDER", help="to make")
-    parser.add_argument("--step", type=int, metavar="N",
-                        help="of a checkpoint; default: the model at the end, or the last one")
+    parser.add_argument("--step", type=int, metavar="N", help="of a checkpoint; default: the model at the end, or the "
+                        "last one")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="default: as it was trained")
     parser.add_argument("--merged", action="store_true", help="of a run with adapters: the model that it began with, "
                         "its weights of 16 or 32 bits read anew, with the adapters in them")
     parser.set_defaults(run=export)
 
-    parser = commands.add_parser("report", help="a page about a run: curves, time line, memory", allow_abbrev=False)
+    parser = commands.add_parser("report", help="a page about a run: curves, time line, memory")
     parser.add_argument("run_folder", type=Path, metavar="RUN")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in the run's folder")
     parser.set_defaults(run=report)
 
-    parser = commands.add_parser("doctor", help="measure what this machine can do, and keep it for plans",
-                                 allow_abbrev=False)
+    parser = commands.add_parser("doctor", help="measure what this machine can do, and keep it for plans")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda if there is one")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file to write; default: $MEGATRAIN_MACHINE, "
                         "or ~/.cache/megatrain/machine.json, where plans look")
@@ -72,49 +67,44 @@ def add(commands: Any) -> None:
     parser.add_argument("--gpus", type=int, metavar="N", help="measure links between so many GPUs; default: all there "
                         "are. On the CPU device as many processes; default: 1, none")
     parser.set_defaults(run=doctor)
+    _add_plan(commands)
 
-
-# ---- eval ----------------------------------------------------------------------------------------
 
 @torch.no_grad()
 def evaluate(args: argparse.Namespace) -> None:
-    """megatrain eval."""
     settings = Settings.of(given(args), "command line")
     run = folder.run_of(settings.model)
     if run is not None:                                          # rows as long as in training
         kind = settings.dtype or (None if run.lora is None else run.dtype)
         settings = settings.with_(seq=settings.seq or run.seq, dtype=kind)
-    settings, source = for_machine(settings), models.source_of(settings.model)
+    settings, source = settings.for_machine(), models.source_of(settings.model)
     models.check_packages(source.adapter is not None, source.base)
     tokenizer = models.load_tokenizer(source.words, settings.chat_template)
-    settings = for_model(settings, models.load_config(source.model)).with_(validation=0.0)
+    settings = settings.for_model(models.load_config(source.model)).with_(validation=0.0)
     parts = data.mixed(data.sources(settings, settings.data, tokenizer), settings.seed), []
-    rows = rows_of(settings, tokenizer, parts)
+    rows = data.rows_of(settings, tokenizer, parts)
     model = models.load(source, settings.dtype)
-    rows, _ = fitted(model, settings, tokenizer, parts, rows, flat=False)
+    rows, _ = data.fitted(model, settings, tokenizer, parts, rows, flat=False)
     model = mt.stream(model.requires_grad_(False), settings.device, vram=settings.vram, host=settings.host,
                       nvme=settings.nvme).eval()
-    total, batch = 0.0, collate(False)
+    total, batch = 0.0, data.collate(False)
     for first in range(0, len(rows), TOGETHER):
         some = batch([rows[i] for i in range(first, min(first + TOGETHER, len(rows)))])
-        if targets := int((some["labels"][:, 1:] != IGNORED).sum()):
+        if targets := int((some["labels"][:, 1:] != data.IGNORED).sum()):
             total += model(**{k: v.to(model.device) for k, v in some.items()}, use_cache=False).loss.item() * targets
     loss = total / rows.targets
     say(f"loss {loss:.4f} nats a token, perplexity {math.exp(min(loss, 700)):.4g}; {rows.targets:,} tokens in "
         f"{len(rows)} rows of {settings.seq}")
 
 
-# ---- generate ------------------------------------------------------------------------------------
-
 def generate(args: argparse.Namespace) -> None:
-    """megatrain generate."""
     for name, fits, needed in (
             ("max_new_tokens", args.max_new_tokens is None or args.max_new_tokens >= 1, "at least 1 is needed"),
             ("temperature", args.temperature >= 0, "0 or more is needed; 0: always the likeliest token"),
             ("top_p", 0 < args.top_p <= 1, "a share is needed, more than 0 and at most 1")):
         if not fits:
             raise MegatrainError(f"{name}={getattr(args, name)}: {needed}")
-    settings = for_machine(Settings.of({k: v for k, v in given(args).items() if k != "seed"}, "command line"))
+    settings = Settings.of({k: v for k, v in given(args).items() if k != "seed"}, "command line").for_machine()
     source = models.source_of(args.model)
     models.check_packages(source.adapter is not None, source.base)
     tokenizer, config = models.load_tokenizer(source.words), models.load_config(source.model)
@@ -150,10 +140,7 @@ def generate(args: argparse.Namespace) -> None:
     say(tokenizer.decode(out[0][there if chat else 0:], skip_special_tokens=True))
 
 
-# ---- export --------------------------------------------------------------------------------------
-
 def export(args: argparse.Namespace) -> None:
-    """megatrain export."""
     settings = folder.settings_of(args.run_folder)
     if args.to.exists():
         raise MegatrainError(f"{args.to} is there already; name a folder that is not")
@@ -161,32 +148,30 @@ def export(args: argparse.Namespace) -> None:
     found = {folder.step_of(p.name): p for p in folder.checkpoints(args.run_folder)}
     if args.step is not None and args.step not in found:
         raise MegatrainError(f"step {args.step} has no checkpoint; there are {', '.join(map(str, found)) or 'none'}")
-    source = models.source_of(str(args.run_folder), found.get(args.step))
-    if settings.lora is None and args.merged:
+    source, whole = models.source_of(str(args.run_folder), found.get(args.step)), settings.lora is None
+    if whole and args.merged:
         raise MegatrainError(f"merged: {args.run_folder} has no adapters (lora), its weights themselves were trained; "
                              "leave --merged out")
-    models.check_packages(settings.lora is not None, "none")
+    if args.dtype is not None and not (whole or args.merged):
+        raise MegatrainError(f"dtype={args.dtype}: of a whole model; adapters stay as they were trained, but --merged")
+    models.check_packages(not whole, "none")
     tokenizer, dtype = models.load_tokenizer(source.words), args.dtype or settings.dtype
-    if settings.lora is None:
-        models.export(models.load_model(source.model, dtype), tokenizer, args.to)
-    elif args.merged:
-        kept = "" if source.base == "none" else (f"; it was trained over {source.base} codes of them, so it computes a "
-                                                 "little otherwise there")
-        say(f"{source.adapter} goes into the weights of {source.model} in {dtype}, read anew{kept}")
-        model = models.load_model(source.model, dtype, base="whole")
-        models.export(models.over(model, source.adapter).merge_and_unload(), tokenizer, args.to)
-    else:
-        if args.dtype is not None:
-            raise MegatrainError(f"dtype={args.dtype}: of a whole model; adapters stay as they were trained: leave it "
-                                 "out, or --merged")
-        with models.appearing(args.to) as half:
+    end = f"{source.adapter or source.model} is in {args.to}"
+    with models.appearing(args.to) as half:
+        if whole:
+            models.save(models.load_model(source.model, dtype), tokenizer, half, args.to.parent)
+        elif args.merged:
+            kept = f"; it was trained over {source.base} codes of them, so it computes a little otherwise there"
+            say(f"{source.adapter} goes into the weights of {source.model} in {dtype}, read anew"
+                f"{kept if source.base != 'none' else ''}")
+            model = models.over(models.load_model(source.model, dtype, base="whole"), source.adapter)
+            models.save(model.merge_and_unload(), tokenizer, half, args.to.parent)
+        else:
             for path in source.adapter.glob("adapter_*"):
                 shutil.copyfile(path, half / path.name)
             tokenizer.save_pretrained(half)
-        say(f"the adapter of {source.adapter} is in {args.to}; it goes over {source.model}; --merged makes one "
-            "model of both")
-        return
-    say(f"{source.adapter or source.model} is in {args.to}")
+            end = f"the adapter of {end}; it goes over {source.model}; --merged makes one model of both"
+    say(end)
 
 
 # ---- report: one HTML file that needs nothing else -----------------------------------------------
@@ -203,7 +188,6 @@ MOST_BYTES = 20_000_000              # of a page or a picture
 
 
 def report(args: argparse.Namespace) -> None:
-    """megatrain report."""
     out = args.out or args.run_folder / "report.html"
     text = page(args.run_folder)
     models.may_write(out, "out")
@@ -214,7 +198,6 @@ def report(args: argparse.Namespace) -> None:
 
 
 def page(run_folder: Path) -> str:
-    """Of a run, finished or not."""
     settings, lines = folder.settings_of(run_folder), folder.lines(run_folder)
     if not lines:
         raise MegatrainError(f"{run_folder} has logged no step yet; come back when one is made")
@@ -285,11 +268,8 @@ def _curves(lines: list[dict[str, Any]]) -> str:
     return _picture(drawn.getvalue(), "; ".join(f"{title}: {', '.join(series)}" for title, series in found))
 
 
-# ---- doctor --------------------------------------------------------------------------------------
-
 @in_flags("device", "out", "disk", "gpus")
 def doctor(args: argparse.Namespace) -> None:
-    """megatrain doctor."""
     device = device_of(args.device)
     there = torch.cuda.device_count() if device == "cuda" else None      # of the CPU device as many as are asked for
     if args.gpus is not None and not 1 <= args.gpus <= (there or args.gpus):
@@ -308,3 +288,198 @@ def doctor(args: argparse.Namespace) -> None:
                                        say=lambda what: sys.stderr.write(f"measuring: {what}\n") and None)
     sys.stdout.write(f"{text}\n\nwritten to {path}\n")
 
+
+# ---- plan ----------------------------------------------------------------------------------------
+
+PICTURES = (".png", ".svg", ".pdf")
+TOKENS, SEQ = 65536, 4096           # of a step, of a sequence, as `megatrain train` has them on CUDA
+WAYS = 2                            # that are told
+NO_GPU = """\
+there is no GPU here to plan for. Say what to plan for:
+    --machine h100-80g                 a card; `megatrain plan --list-machines` has them all
+    --machine rtx4090 --host 128GiB    a card, in a host with so much memory
+    --vram 24GiB --host 64GiB          some card with so much memory, at the rates of a slow one
+    --machine FILE                     what `megatrain doctor --out FILE` wrote on the machine itself
+    --machine cpu                      this machine's CPU device, for trying things"""
+
+
+def _add_plan(commands: Any) -> None:
+    parser = commands.add_parser("plan", description="What a training step takes on a machine, and "
+                                 "what to change where it does not fit.", help="what a training step takes",
+                                 argument_default=argparse.SUPPRESS)         # what is not given mt.plan knows
+    add, modes = parser.add_argument, mt.choices("activations")
+    add("model", metavar="MODEL", nargs="?", help="folder with a config.json, or a name on the Hugging Face hub")
+    add("--tokens", type=int, metavar="N", help=f"of a step; default: {TOKENS}")
+    add("--seq", type=int, metavar="N", help=f"tokens of a sequence; default: {SEQ}, and at most what the model takes")
+    add("--machine", metavar="NAME|FILE", help="a card, as rtx4090 or h200-128g,vram=24GiB; a file that `megatrain "
+        "doctor` wrote; or cpu, this machine's CPU device; default: this machine's GPU")
+    add("--list-machines", action="store_true", help="all cards that are described, and where their rates come from")
+    add("--vram", metavar="SIZE", help="limit of device memory, e.g. 24GiB")
+    add("--host", "--ram", metavar="SIZE", help="limit of host memory; of a card by name, what its host has")
+    add("--micro", type=int, metavar="N", help="micro-batches; default: as many as are best")
+    add("--nvme", metavar="FOLDER|SIZE", help="where states and weights may go that host memory does not hold; or a "
+        "size, as 500GB, of a disk that is not at hand")
+    add("--nvme-limit", metavar="SIZE", help="the most to take there")
+    add("--grads", choices=mt.choices("grads"), help="none: used as they come and kept nowhere, without "
+        "clipping")
+    add("--homes", choices=mt.choices("homes"), help="of all units; default: each where it is best")
+    add("--activations", choices=modes, metavar="MODE",
+        help=f"of all layers: {', '.join(modes)}; default: what is best")
+    add("--slots", type=int, metavar="N", help="ring size")
+    add("--states", metavar="FORMAT", help=f"how AdamW keeps its states: {', '.join(mt.choices('states'))}")
+    add("--gpus", metavar="N", help="of a machine, each with so many tokens a step; 1,2,4,8: a table. Default: 1")
+    add("--machines", metavar="N", help="with so many GPUs each, and a host like this one's; 1,2,4: a table")
+    add("--layers", type=int, metavar="N", help="instead of the config's own number")
+    add("--json", action="store_true", help="the plan, or why there is none and what would fit, as JSON, in bytes")
+    add("--picture", type=Path, metavar="FILE", help="file to draw what lies in which memory: .png, .svg or .pdf")
+    add("--compute", choices=["auto", "fused", "eager"], help="fused layers, or the model's own code; default: fused "
+        "where it fits")
+    add("--lora", metavar=AS, help="of adapters, beside a model that stays as it is, as `megatrain train` has it")
+    add("--base", choices=KEPT, help="with --lora, linear weights as codes; none: as they are")
+    add("--products", choices=mt.choices("products"), help="of layers: in 16 bits, or of operands rounded to 8")
+    parser.set_defaults(run=plan, names=[a.dest for a in parser._actions if a.dest not in ("model", *NOT_PLANS)])
+
+
+NOT_PLANS = ("help", "list_machines", "json", "run", "verb", "names")
+
+
+def plan(args: argparse.Namespace) -> int:
+    """0; 1 where nothing fits; 2 where too little is said."""
+    given, as_json = {k: v for k, v in vars(args).items() if k not in NOT_PLANS}, hasattr(args, "json")
+    if hasattr(args, "list_machines"):
+        machines = [m.to_dict() for m in mt.Machine.known().values()]
+        sys.stdout.write(_json(machines) if as_json else f"{mt.Machine.listing()}\n")
+        return 0
+    if "model" not in given:
+        sys.stderr.write("megatrain: MODEL is missing: a folder with a config.json, or a name on the hub\n")
+        return 2
+    shell = Flags(args.names, typed=given)
+    try:
+        return _plan(given, as_json)
+    except MegatrainError as why:
+        if (found := getattr(why, "refusal", None)) is None:
+            raise MegatrainError(shell.told(why)) from None
+        if as_json:
+            sys.stdout.write(_json({
+                "fits": False, "why": _why(why), "vram": found.vram, "host": found.host,
+                "vram_bytes": sum(found.vram.values()), "host_bytes": sum(found.host.values()), "changes": found.alone,
+                "ways": [{"changes": way.changes, "tokens_per_second": way.tokens_per_second,
+                          "command": shell(way.changes, line=True)} for way in found.ways[:WAYS]],
+                "machine": {f"{name}_bytes": need for name, (need, _) in found.machine.items()}}))
+        sys.stderr.write(f"megatrain: {_why(why) if as_json else found.text(shell)}\n")
+        return 1
+
+
+def _plan(given: dict[str, Any], as_json: bool) -> int:
+    """given: flags; tokens and seq are put in where they are not."""
+    picture, nvme = given.get("picture"), given.get("nvme")
+    if picture:
+        models.may_write(picture, "picture", PICTURES)
+    config = models.load_config(models.source_of(given["model"]).model)
+    asked = {k: v for k, v in given.items() if k not in ("model", "picture", "nvme_limit", "lora", "base")}
+    if "nvme_limit" in given:
+        asked["nvme"] = {"limit": given["nvme_limit"]} | ({"path": nvme} if nvme else {})
+    with contextlib.suppress(MegatrainError):            # it is no size
+        if nvme and "nvme_limit" not in given and not Path(nvme).is_dir() and mt.parse_bytes(nvme, "nvme"):
+            asked["nvme"] = {"limit": nvme}
+    if "machine" not in given and mt.Machine.here().device == "cpu":
+        if "vram" not in given:
+            sys.stderr.write(f"megatrain: {NO_GPU}\n")
+            return 2
+        sizes = (mt.parse_bytes(given.get(name), name) for name in SIZES)
+        asked["machine"] = mt.Machine.some(*sizes)
+    seq = given.setdefault("seq", min(SEQ, getattr(config, "max_position_embeddings", None) or SEQ,
+                                      max(given.get("tokens", SEQ), 1)))
+    given.setdefault("tokens", max(TOKENS // max(seq, 1), 1) * max(seq, 1))
+    asked |= {"tokens": given["tokens"], "seq": seq, "use_cache": False}       # as `megatrain train` calls the model
+    if (base := given.get("base", "none")) != "none" or "lora" in given:
+        words = Settings.of({"lora": given.get("lora"), "base": base}, "command line").lora
+        models.check_packages(True, "none")              # a plan needs no codes, only their form
+        model = models.empty(config, layers=given.get("layers"))
+        asked |= {"base": None if base == "none" else base, "adapter": models.lora_config(model, words)}
+
+    @functools.cache
+    def planned(machines: int, gpus: int) -> mt.Plan | MegatrainError:
+        try:
+            return mt.plan(config, **asked | {"gpus": gpus, "machines": machines})
+        except MegatrainError as why:
+            if not hasattr(why, "refusal"):
+                raise
+            return why
+
+    gpus, machines = (_counts(given.get(name), name) for name in ("gpus", "machines"))
+    several = len(gpus) * len(machines) > 1
+    if several and picture:
+        raise MegatrainError("picture: of one number of GPUs and of machines")
+    plans = {(m, g): planned(m, g) for m in machines for g in gpus}
+    found = plans[machines[0], gpus[0]]
+    if not several and isinstance(found, MegatrainError):
+        raise found                                      # with all that would help
+    one = planned(1, 1)
+    one = one if isinstance(one, mt.Plan) else None
+    if several:
+        sys.stdout.write(_table(plans, one) if not as_json else _json(
+            [_planned(p, one) if isinstance(p, mt.Plan) else {"fits": False, "why": _why(p), "gpus": g, "machines": m}
+             for (m, g), p in plans.items()]))
+        return int(not any(isinstance(p, mt.Plan) for p in plans.values()))
+    share = "" if found.gpus * found.machines == 1 else "one GPU by itself does not fit\n" if one is None else (
+        f"{_share(found, one):.0%} of {found.gpus * found.machines} times one GPU by itself, "
+        f"{one.tokens_per_second:,.0f} tokens/s\n")
+    sys.stdout.write(_json(_planned(found, one)) if as_json else f"{found}\n{share}")
+    if picture:
+        found.picture(picture)
+    return 0
+
+
+def _counts(text: str | None, name: str) -> list[int]:
+    try:
+        found = list(dict.fromkeys(int(part) for part in (text or "1").split(",")))
+    except ValueError:
+        found = [0]
+    if min(found) < 1:
+        raise MegatrainError(f"{name}={text!r}: a number such as 8, or several such as 1,2,4,8")
+    return found
+
+
+def _table(plans: dict[tuple[int, int], mt.Plan | MegatrainError], one: mt.Plan | None) -> str:
+    """Of (machines, GPUs of each); one: of one GPU, None: it does not fit."""
+    rows = [("machines", "GPUs of each", "tokens/s", "s a step", "of one GPU's", "GPU memory", "a host's memory",
+             "bound by", "compute waits for")]
+    for (m, g), p in plans.items():
+        if isinstance(p, MegatrainError):
+            rows.append((str(m), str(g), "does not fit", *[""] * 6))
+            continue
+        waits, s = max(p.idle.items(), key=lambda item: item[1], default=("", 0.0))
+        rows.append((str(m), str(g), f"{p.tokens_per_second:,.0f}", f"{p.seconds:.4g}",
+                     f"{_share(p, one):.0%}" if one else "", mt.show_bytes(p.vram_bytes), mt.show_bytes(p.host_bytes),
+                     p.bound, f"{waits}, {s / p.seconds:.0%}" if s >= 0.005 * p.seconds else ""))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join(c.rjust(n) if i == 1 else c.ljust(n) for i, (c, n) in enumerate(zip(row, widths))).rstrip()
+             for row in rows]
+    for p in [p for p in plans.values() if isinstance(p, mt.Plan)][:1]:
+        lines += [f"{p.model}, {p.tokens:,} tokens a step of each GPU in sequences of {p.seq:,}",
+                  f"{p.machine.name}: rates {p.machine.source}"]
+    return "\n".join([*lines, *dict.fromkeys(_why(p) for p in plans.values() if isinstance(p, MegatrainError))]) + "\n"
+
+
+def _why(refused: Any) -> str:
+    return refused.refusal.why.splitlines()[0]
+
+
+def _share(p: mt.Plan, one: mt.Plan) -> float:
+    """Of the speed of as many GPUs, each of which trains by itself on a machine of its own."""
+    return p.tokens_per_second / (p.gpus * p.machines * one.tokens_per_second)
+
+
+def _json(value: Any) -> str:
+    """With null for what is no number of JSON."""
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), indent=1) + "\n"
+
+
+def _planned(p: mt.Plan, one: mt.Plan | None) -> dict[str, Any]:
+    """All fields of a Plan, and what follows from them; of several GPUs the share of as many plans like `one`."""
+    found = {f.name: getattr(p, f.name) for f in dataclasses.fields(p)}
+    found |= {"machine": p.machine.to_dict(), "nvme": p.nvme and dataclasses.asdict(p.nvme)}
+    follows = ("tokens_per_second", "vram_bytes", "host_bytes", "disk_bytes", "disk_written", "disk_years", "bound")
+    of_one = {} if p.gpus * p.machines == 1 else {"share_of_one_gpu": one and _share(p, one)}
+    return {"fits": True} | found | {name: getattr(p, name) for name in follows} | of_one
