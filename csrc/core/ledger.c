@@ -417,28 +417,17 @@ static int is_behind(mt_store *s, mt_count what, uint64_t n)
     return mt_board_behind(mt_share_board(s->share), (int)what, n);
 }
 
-/* Under ledger.mu. meets[what] says who waits here for as long as somebody does. */
-static int have_come(mt_store *s, mt_count what, uint64_t n, uint64_t until_ns, int *late)
+mt_status mt_ledger_meet(mt_store *s, mt_count what, uint64_t n, double seconds)
 {
-    int come = is_behind(s, what, n) == mt_share_ranks(s->share);
-
-    *late = !come && until_ns != 0 && mt_now_ns() >= until_ns;
-    s->ledger.meets[what] = come || *late ? 0 : n;
-    return come || *late;
-}
-
-mt_status mt_ledger_meet(mt_store *s, mt_count what, uint64_t n, double seconds, int *late)
-{
-    uint64_t  until_ns = seconds > 0 ? mt_now_ns() + (uint64_t)(seconds * 1e9) : 0;
-    int       is_late = 0;
+    uint64_t  until_ns = seconds > 0 ? mt_now_ns() + (uint64_t)(seconds * 1e9) : UINT64_MAX;
     char      awaits[96];
     mt_status st;
 
     snprintf(awaits, sizeof awaits, "rank %d, that is %s", is_behind(s, what, n), words[what]);
-    st = MT__LEDGER_UNTIL(s, have_come(s, what, n, until_ns, &is_late), NULL, awaits);
-    MT_WITH(&s->ledger.mu) s->ledger.meets[what] = 0;    /* one that was stuck left it */
-    if (late != NULL)
-        *late = is_late;
+    MT_WITH(&s->ledger.mu) s->ledger.meets[what] = n;    /* peers.c sees who is waited for */
+    st = MT__LEDGER_UNTIL(s, is_behind(s, what, n) == mt_share_ranks(s->share) ||
+                             mt_now_ns() >= until_ns, NULL, awaits);
+    MT_WITH(&s->ledger.mu) s->ledger.meets[what] = 0;
     return st;
 }
 

@@ -15,24 +15,11 @@
 
 #define TO(x) MT_MIRROR_##x
 #define ROW(state, a, b, c, d, e, f, g, h, i) \
-    { TO(a), TO(b), TO(c), TO(d), TO(e), TO(f), TO(g), TO(h), TO(i) },
+    [TO(state)] = { TO(a), TO(b), TO(c), TO(d), TO(e), TO(f), TO(g), TO(h), TO(i) },
 static const unsigned char table[MT_MIRROR_STATE_COUNT][MT_MIRROR_EVENT_COUNT] = {
     MT_MIRROR_TABLE(ROW)
 };
 #undef ROW
-
-mt_mirror_state mt_mirror_next(mt_mirror_state from, mt_mirror_event e)
-{
-    return (mt_mirror_state)table[from][e];
-}
-
-const char *mt_mirror_name(mt_mirror_state state)
-{
-#define NAME(name) #name,
-    static const char *const names[] = { MT_MIRROR_STATES(NAME) "NEVER" };
-#undef NAME
-    return names[state];
-}
 
 /* ---- copies: under mirror_mu -------------------------------------------------------------- */
 
@@ -627,7 +614,7 @@ static mt_status meet_evict(mt_store *s, int unit, int first)
     mt_status       st;
 
     mt_ledger_say(s, MT_COUNT_EVICTED, n, (uint64_t)(unsigned)unit);
-    MT_DO(mt_ledger_meet(s, MT_COUNT_EVICTED, n, 0, NULL));
+    MT_DO(mt_ledger_meet(s, MT_COUNT_EVICTED, n, 0));
     rank = mt_board_differs(b, MT_COUNT_EVICTED, (uint64_t)(unsigned)unit);
     if (!first || rank == ranks)
         return MT_OK;

@@ -89,9 +89,6 @@ typedef enum mt_mirror_event {
 #undef MT__MIRROR_STATE
 #undef MT__MIRROR_EVENT
 
-mt_mirror_state mt_mirror_next(mt_mirror_state from, mt_mirror_event e);
-const char     *mt_mirror_name(mt_mirror_state state);
-
 /* ---- homes -------------------------------------------------------------------------------- */
 
 /* Called by a home that ends before the store: the unit has no mirror any more. It need not have

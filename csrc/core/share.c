@@ -195,7 +195,7 @@ void mt_share_close(mt_share *h)
     if (h == NULL)
         return;
     if (h->came)
-        mt_share_leave(h);
+        mt_share_once(h, MT_COUNT_LEFT);
     mt_share_unroom(h->head, h->head_bytes);
     if (h->fd >= 0)
         mt_forks_close(h->fd);
@@ -416,21 +416,10 @@ void mt_share_gone(mt_share *h, int rank)
     mt_share_stir(h);
 }
 
-/* This rank's, of what it says once. */
-static void say_once(mt_share *h, mt_count count)
+void mt_share_once(mt_share *h, mt_count count)
 {
     if (!mt_share_said(h, count, h->rank) && !mt_share_said(h, MT_COUNT_LEFT, h->rank))
         mt_board_say(&h->board, (int)count, 1, 0);
-}
-
-void mt_share_leave(mt_share *h)
-{
-    say_once(h, MT_COUNT_LEFT);
-}
-
-void mt_share_part(mt_share *h)
-{
-    say_once(h, MT_COUNT_PARTED);
 }
 
 int mt_share_parted(const mt_share *h, int rank)
@@ -442,7 +431,7 @@ void mt_share_fail(mt_share *h, const char *text)
 {
     if (!mt_share_said(h, MT_COUNT_FAILED, h->rank))
         snprintf(h->head->why[h->rank], sizeof h->head->why[0], "%s", text);
-    say_once(h, MT_COUNT_FAILED);
+    mt_share_once(h, MT_COUNT_FAILED);
 }
 
 const char *mt_share_failure(const mt_share *h, int rank)

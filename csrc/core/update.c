@@ -180,7 +180,7 @@ static mt_status name_differences(mt_updater *u, const work *w, const uint64_t h
     for (int k = 0; k < MT_ALIKES; k++)
         bits |= mt_alike_mix(7, hash[k]) >> (64 - MT_ALIKE_BITS) << (k * MT_ALIKE_BITS);
     mt_ledger_say(u->store, MT_COUNT_CLEAR, w->ticket, bits);
-    MT_DO(mt_ledger_meet(u->store, MT_COUNT_CLEAR, w->ticket, 0, NULL));
+    MT_DO(mt_ledger_meet(u->store, MT_COUNT_CLEAR, w->ticket, 0));
     if ((rank = mt_board_differs(mt_share_board(h), MT_COUNT_CLEAR, bits)) == mt_share_ranks(h))
         return MT_FAIL(MT_EPEER, "update: in step %" PRIu64 " ranks ask for other updates",
                        w->ticket);
@@ -234,7 +234,7 @@ static mt_status measure_all(mt_updater *u, const work *w)
     for (int k = 0; k < MT_ALIKES; k++)
         sum = mt_alike_mix(sum, hash[k]);
     mt_ledger_say(u->store, MT_COUNT_MEASURED, w->ticket, sum);
-    MT_DO(mt_ledger_meet(u->store, MT_COUNT_MEASURED, w->ticket, 0, NULL));
+    MT_DO(mt_ledger_meet(u->store, MT_COUNT_MEASURED, w->ticket, 0));
     if (mt_board_differs(mt_share_board(u->cx->share), MT_COUNT_MEASURED, sum) <
         mt_share_ranks(u->cx->share))
         return name_differences(u, w, hash);
@@ -295,7 +295,7 @@ static mt_status weigh_all(mt_updater *u, const work *w, result *r, float *clip)
         memcpy(&bits, &total, sizeof bits);
         if (mt_share_rank(u->cx->share) == 0)
             mt_ledger_say(u->store, MT_COUNT_NORMED, w->ticket, bits);
-        MT_DO(mt_ledger_meet(u->store, MT_COUNT_NORMED, w->ticket, 0, NULL));
+        MT_DO(mt_ledger_meet(u->store, MT_COUNT_NORMED, w->ticket, 0));
         bits = mt_share_about(u->cx->share, MT_COUNT_NORMED, 0);
         memcpy(&total, &bits, sizeof total);
     }
@@ -405,7 +405,7 @@ static mt_status carry_out(void *arg, mt_job *node)
             st = mt_ledger_wait_fetched(u->store, w->jobs[i].up->j.unit);
         if (st == MT_OK) {
             mt_ledger_say(u->store, MT_COUNT_CLEAR, w->ticket, 0);
-            st = mt_ledger_meet(u->store, MT_COUNT_CLEAR, w->ticket, 0, NULL);
+            st = mt_ledger_meet(u->store, MT_COUNT_CLEAR, w->ticket, 0);
         }
         mt_timeline_end(u->timeline, &span, 0, NULL);
     }
