@@ -181,7 +181,7 @@ static mt_status put_lift(mt_resident *r, mt__settled *h, mt_part *parts, int n,
     MT_TRY(r->dev->ops->record(run, h->vacant));
     MT_TRY(mt_edge(r->cx, MT_EDGE_VACANT, r->guests, h->vacant));
     MT_TRY(put_copies(r, h, NULL, 0, MT_STATE_PLANES, 1, &h->bytes));
-    if (mt_syncs(r->cx))
+    if (r->cx->debug.sync)
         MT_TRY(r->dev->ops->sync_event(h->last));
     return MT_OK;
 
@@ -286,7 +286,7 @@ mt_status mt__arrive_behind(mt_resident *r, mt__settled *h, const int *params, i
     /* MADE: the update is in its queue, not over. */
     MT_DO(mt_edge(r->cx, MT_EDGE_MADE, r->guests, h->done));
     MT_DO(put_copies(r, h, params, n, MT_STATE_PLANES, 0, &bytes));
-    return mt_syncs(r->cx) ? r->dev->ops->sync_event(h->last) : MT_OK;
+    return r->cx->debug.sync ? r->dev->ops->sync_event(h->last) : MT_OK;
 }
 
 mt_status mt__arrive_copied(const mt_resident *r, int unit)

@@ -523,7 +523,7 @@ mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int
     assert_state(o);
     mt_unlock(&o->mu);
     *number = next;
-    if (!mt_syncs(o->cx))
+    if (!o->cx->debug.sync)
         return MT_OK;
     ask = mt_watch_asks(NULL);   /* what was put is not to be put again: no signal ends it */
     st = mt_offload_drain(o);

@@ -305,7 +305,7 @@ mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run)
     }
     if (is_ahead(r, unit))
         MT_DO(fetch(r, h, run));
-    if (mt_syncs(r->cx))
+    if (r->cx->debug.sync)
         MT_DO(wait_done(r, h));
     /* STEPPED: the update, or the fetch, is in the queue; run goes on when it is over. */
     MT_DO(mt_edge(r->cx, MT_EDGE_STEPPED, run, h->done));
@@ -415,7 +415,7 @@ static mt_status update(mt_resident *r, mt_update *u, int *lowered)
        ? MT_FAIL(MT_ESTATE, "unit %s was settled, and its planes were not taken",
                  mt_store_name(r->store, unit))
        : put_update(r, h, &u->j, u->clip);
-    wait = r->lifted || mt_syncs(r->cx);
+    wait = r->lifted || r->cx->debug.sync;
     if (st == MT_OK && r->ferry.open) {
         *lowered = 1;
         mt__ferry_lower(r, h, u);

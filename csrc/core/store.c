@@ -14,13 +14,8 @@ static int plane_ok(mt_plane p)
     return (unsigned)p < MT_PLANE_COUNT;
 }
 
-const char *mt_plane_name(mt_plane p)
-{
 #define NAME(name, what) #name,
-    static const char *const names[MT_PLANE_COUNT] = { MT_PLANE_MAP(NAME) };
-#undef NAME
-    return plane_ok(p) ? names[p] : "?";
-}
+MT_NAMES(mt_plane_name, mt_plane, MT_PLANE_MAP(NAME))
 
 static mt_states states_of(const mt__unit *u)
 {

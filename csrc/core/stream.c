@@ -250,7 +250,7 @@ static mt_status put_copy(mt_stream *s, const request *r, const void *hi)
     const mt_dev_ops *v = s->dev->ops;
     slot             *k = &s->slots[r->slot];
     size_t            bytes = bytes_of(s, r->unit);
-    int               poisons = mt_poisons(s->cx);
+    int               poisons = s->cx->debug.poison;
 
     /* FREED: compute on what the slot held was put in run before `freed` was recorded there. */
     MT_DO(mt_edge(s->cx, MT_EDGE_FREED, s->h2d, k->freed));
@@ -637,7 +637,7 @@ static mt_status open_window(mt_stream *s, int unit, mt_queue *run, int *k)
     /* The FETCHes in [from, step) that are of use from here on. On the schedule these are the ones
      * that the previous window's slot held up; off it, what the slots should hold by now. A slot
      * that has the unit of this step, which the schedule may not know, stays as it is. */
-    for (int64_t i = from; i < step && !mt_syncs(s->cx); i++)
+    for (int64_t i = from; i < step && !s->cx->debug.sync; i++)
         if (mt__course_wants(&s->course, i, step) &&
             sch->steps[i].slot != holding(s, unit, planned))
             MT_DO(hand_over(s, i, run));
@@ -650,7 +650,7 @@ static mt_status open_window(mt_stream *s, int unit, mt_queue *run, int *k)
     /* The FETCHes up to the next COMPUTE. Slot k was just given out: nobody has a tensor in it yet,
      * so `held` does not protect it, and its compute is not in run. What comes from there on waits
      * for the next acquire. */
-    for (; step >= 0 && !mt_syncs(s->cx) && s->course.at < sch->n; s->course.at++) {
+    for (; step >= 0 && !s->cx->debug.sync && s->course.at < sch->n; s->course.at++) {
         const mt_step *next = &sch->steps[s->course.at];
 
         if (next->kind == MT_COMPUTE || next->slot == *k)
@@ -745,7 +745,7 @@ mt_status mt_stream_kick(mt_stream *s, mt_queue *run)
 
     MT_DO(mt_ledger_check(s->store));
     /* An update in mid-backward is no end of the step: its slots are still needed. */
-    if (mt_syncs(s->cx) || !mt__course_over(&s->course))
+    if (s->cx->debug.sync || !mt__course_over(&s->course))
         return MT_OK;
     for (int64_t i = 0; i < sch->n && sch->steps[i].kind != MT_COMPUTE; i++)
         if (sch->steps[i].kind == MT_FETCH)
@@ -777,7 +777,7 @@ mt_status mt_stream_await(mt_stream *s, int k, mt_queue *run)
                       (failed = s->mover.failed != MT_OK) || sl->issued >= sl->asked,
                       name_of(s, sl->unit), "its fetch to be put");
         MT_DO(failed ? mt_ledger_check(s->store) : st);
-        if (mt_syncs(s->cx))
+        if (s->cx->debug.sync)
             MT_DO(s->dev->ops->sync_event(sl->ready));
         /* READY: the copy is in h2d; run goes on when it is over. */
         MT_DO(mt_edge(s->cx, MT_EDGE_READY, run, sl->ready));

@@ -626,7 +626,7 @@ static mt_status copy_all(mt_swap *w, const bundle *k, const mt_swap_part *parts
                  leaving ? "swap out" : "swap back", mt_store_name(w->store, k->unit),
                  leaving ? LEFT : BACK, leaving ? b->filled : b->landed);
     MT_WITH(&w->mu) *(leaving ? &w->stats.out_bytes : &w->stats.back_bytes) += copied;
-    return mt_syncs(w->cx) ? w->dev->ops->sync(q) : MT_OK;
+    return w->cx->debug.sync ? w->dev->ops->sync(q) : MT_OK;
 
 fail:
     mt_timeline_end(w->cx->timeline, &span, copied, q);
@@ -702,7 +702,7 @@ mt_status mt_swap_out(mt_swap *w, int unit, const mt_swap_part *parts, int n, mt
     if (k->tier == MT_SWAP_FILE) {       /* behind what fills it, it may be written; with overlap */
         become(k, FILLING);              /* off it is when this returns */
         owe(w, &k->bay->fills);
-        if (mt_syncs(w->cx))
+        if (w->cx->debug.sync)
             st = WAIT_UNTIL(w, k, IS_WRITTEN(k), WRITTEN);
     }
     if (st == MT_OK) {

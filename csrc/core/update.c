@@ -478,7 +478,7 @@ mt_status mt_update_submit(mt_updater *u, const mt_update_job *jobs, int n, doub
     mt_unlock(&u->mu);
     if (u->cx->share != NULL)
         mt_ledger_say(u->store, MT_COUNT_SUBMITTED, *ticket, 0);
-    return mt_syncs(u->cx) ? mt_update_drain(u) : MT_OK;
+    return u->cx->debug.sync ? mt_update_drain(u) : MT_OK;
 
 fail:
     work_free(w);

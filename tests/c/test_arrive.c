@@ -83,7 +83,7 @@ static void on_cpu(hotel *h, unsigned skip)
 
     REQUIRE_OK(mt_dev_cpu_open(&dev));
     REQUIRE_OK(hotel_open(h, dev, &(mt_param_desc){ MT_F32, 100, 1 }, 1));
-    mt_debug_set(&h->cx, (mt_debug){ .skip = skip });
+    debug_set(&h->cx, (mt_debug){ .skip = skip });
 }
 
 static void off_cpu(hotel *h)

@@ -309,7 +309,7 @@ static void engine_open(engine *e, const config *c)
     if (e->filed != 0)
         engine_file(e);
     CHECK_OK(mt_timeline_on(e->timeline, c->traced));
-    mt_debug_set(&e->t.cx, c->debug);
+    debug_set(&e->t.cx, c->debug);
 }
 
 static void engine_stop(engine *e)

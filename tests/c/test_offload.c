@@ -326,7 +326,7 @@ static int whole_behind_land(uint64_t seed, unsigned skip)
     char zeros[4096] = { 0 };
 
     RIG(r, MT_F32, seed, 300);
-    mt_debug_set(&r.t.cx, (mt_debug){ .skip = skip });
+    debug_set(&r.t.cx, (mt_debug){ .skip = skip });
     CHECK_OK(mt_offload_land(r.o, r.t.run));        /* nothing was put */
     fill(&r, MT_F32, 1.0f);
     (void)put(&r, 0, MT_GRAD_SET, 0);
@@ -377,7 +377,7 @@ TEST(put_waits_for_the_update_that_reads_the_plane)
 TEST(sync_returns_when_all_is_home)
 {
     RIG(r, MT_F32, 9, 500);
-    mt_debug_set(&r.t.cx, (mt_debug){ .sync = 1 });
+    debug_set(&r.t.cx, (mt_debug){ .sync = 1 });
     fill(&r, MT_F32, 6.0f);
     CHECK_EQ(mt_offload_passed(r.o), 0);
     CHECK_EQ(put(&r, 0, MT_GRAD_SET, 0), 1);

@@ -269,7 +269,7 @@ static void model_open(model *m, const config *c, outcome *out)
             CHECK_OK(mt_store_move(m->store, u, &mt_home_through, m->t));
     open_slots(m);
     open_guests(m);
-    mt_debug_set(&m->cx, c->debug);
+    debug_set(&m->cx, c->debug);
     for (int k3 = 0; k3 < MICROS * UNITS * PARAMS; k3++)
         REQUIRE((m->source[k3 / (UNITS * PARAMS)][k3 / PARAMS % UNITS][k3 % PARAMS]
                  = calloc(MAX_N, 4)) != NULL);
