@@ -296,14 +296,15 @@ static mt_status put_guest(const adam_job *j, mt_queue *q, float clip, const mt_
 
 static mt_status job_put(void *arg, mt_queue *q, float clip)
 {
-    const adam_job       *j = arg;
-    const mt_part *parts;
-    mt_adam_tensor       *t MT_FREED = NULL;
-    int                   n_parts, guest;
-    mt_status             st = mt_resident_parts(j->residents, j->unit, &parts, &n_parts, &guest);
+    const adam_job *j = arg;
+    const mt_part  *parts;
+    mt_adam_tensor *t MT_FREED = NULL;
+    int             n_parts;
 
-    if (st != MT_OK || guest)
-        return st != MT_OK ? st : put_guest(j, q, clip, parts, n_parts);
+    if (mt_arrive_invited(j->residents, j->unit)) {
+        MT_DO(mt_arrive_parts(j->residents, j->unit, &parts, &n_parts));
+        return put_guest(j, q, clip, parts, n_parts);
+    }
     MT_DO(list_of(j, &t, tensor_of));
     MT_DO(lift(j, q, t));
     return mt_adam_put(q, t, j->n, clip);

@@ -253,7 +253,7 @@ mt_status mt_arrive_leave(mt_resident *r, int unit, int wait, int *left)
 
 /* ---- what resident.c asks --------------------------------------------------------------- */
 
-mt_status mt__arrive_parts(const mt_resident *r, int unit, const mt_part **parts, int *n)
+mt_status mt_arrive_parts(const mt_resident *r, int unit, const mt_part **parts, int *n)
 {
     mt__settled *h;
 
@@ -272,7 +272,7 @@ mt_status mt__arrive_before(mt_resident *r, mt__settled *h, mt_queue *q)
     const mt_part *parts;
     int            n;
 
-    MT_DO(mt__arrive_parts(r, h->unit, &parts, &n));
+    MT_DO(mt_arrive_parts(r, h->unit, &parts, &n));
     /* LIFTED: also behind copies down of the update before, which this one would overtake. */
     return mt_edge(r->cx, MT_EDGE_LIFTED, q, h->last);
 }

@@ -113,7 +113,7 @@ static float *moment(hotel *h)
 /* What the home asks around an update, which made has done. */
 static mt_status parts_of(hotel *h, const mt_part **parts, int *n)
 {
-    return MT_LOCKED(&h->r->mu, mt__arrive_parts(h->r, 0, parts, n));
+    return MT_LOCKED(&h->r->mu, mt_arrive_parts(h->r, 0, parts, n));
 }
 
 static mt_status before(hotel *h, mt_queue *q)

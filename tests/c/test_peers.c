@@ -868,11 +868,12 @@ static mt_status put(void *arg, mt_queue *q, float clip)
     const unit_job *j = arg;
     mt_adam_tensor  t[PARAMS];
     const mt_part  *parts;
-    int             n, guest;
-    mt_status       st = mt_resident_parts(j->r->res, j->unit, &parts, &n, &guest);
+    int             n;
 
-    if (st != MT_OK || guest)
-        return st != MT_OK ? st : compute(arg, q, parts, n, clip);
+    if (mt_arrive_invited(j->r->res, j->unit)) {
+        MT_DO(mt_arrive_parts(j->r->res, j->unit, &parts, &n));
+        return compute(arg, q, parts, n, clip);
+    }
     return mt_adam_put(q, t, tensors_of(j, t), clip);
 }
 

@@ -446,7 +446,8 @@ static mt_status adam_put(void *arg, mt_queue *q, float clip)
     mt_adam_tensor t[PARAMS * 2];
     int            n, guest;
 
-    TRY(mt_resident_parts(a->m->r, a->unit, &parts, &n, &guest));
+    if ((guest = mt_arrive_invited(a->m->r, a->unit)))
+        TRY(mt_arrive_parts(a->m->r, a->unit, &parts, &n));
     if (a->m->c->slow)
         TRY(q->dev->ops->call(q, nap_of_an_update, NULL));
     if (guest)
