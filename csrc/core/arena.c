@@ -90,7 +90,7 @@ static size_t in_pages(size_t bytes)
 {
     size_t page = page_bytes();
 
-    return bytes <= SIZE_MAX - page ? (bytes + page - 1) / page * page : SIZE_MAX;
+    return bytes <= SIZE_MAX - page ? mt_round_up(bytes, page) : SIZE_MAX;
 }
 
 static mt_status no_memory(const char *what, size_t bytes, size_t mapped)

@@ -63,14 +63,11 @@ static void assert_lent(const mt_store *s)
  * nobody makes another. */
 static mt_status make(mt_store *s, int side, size_t bytes, int *k)
 {
-    const char      *what = "gradients that pass";
-    struct mt__lent *grown = realloc(s->lent, (size_t)(s->n_lent + 1) * sizeof *grown);
-    struct mt__lent  made = { .unit = -1 };
-    mt_status        st;
+    const char     *what = "gradients that pass";
+    struct mt__lent made = { .unit = -1 };
+    mt_status       st;
 
-    if (grown == NULL)
-        return MT_FAIL(MT_ENOMEM, "store: no memory to describe %d buffers", s->n_lent + 1);
-    s->lent = grown;
+    MT_DO(MT_GROW(s->lent, s->lent_room, s->n_lent + 1, what));
     mt_unlock(&s->map_mu);
     st = side == MT__DEVICE ? mt_arena_device(&made.arena, 0, at_least(bytes), s->dev, what)
                             : mt_arena_open(&made.arena, at_least(bytes), s->pool, s->dev, what,
@@ -162,14 +159,11 @@ mt_status mt_store_lend(mt_store *s, int unit, mt_timeline *t)
         if (held >= 0 && s->lent[held].number != number)
             held = -1;
         mt_unlock(&s->map_mu);
-        if (held >= 0) {
-            st = MT_FAIL(MT_ESTATE, "unit %s: its gradients came, and no update has used them; "
-                         "where they are kept nowhere, each hand-over is followed by its update",
-                         mt_store_name(s, holder));
-            return st;
-        }
+        if (held >= 0)
+            return MT_FAIL(MT_ESTATE, "unit %s: its gradients came, and no update has used them; "
+                           "where they are kept nowhere, each hand-over is followed by its update",
+                           mt_store_name(s, holder));
     }
-    return st;
 }
 
 /* Before the end of an update is told: who waits for that hands over again. */

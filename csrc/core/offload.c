@@ -26,7 +26,6 @@ typedef struct parcel {
     mt_dtype     dt;
     int64_t      n;          /* elements of the parameter that are this process's; addresses are of
                               * the first one */
-    int          whole;      /* the unit has one owner */
     size_t       bytes;
     int          settled;    /* the unit is settled: grad and acc are on the device, and nothing is
                               * staged */
@@ -339,8 +338,7 @@ static mt_status parcel_make(mt_offload *o, int unit, const mt_grad_item *it, ta
     if (it->mode != MT_GRAD_SET && mt_store_passes(o->store, unit))
         return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass, so none is there to add to", name);
     *p = (parcel){ .item = *it, .dt = d->dtype, .n = n, .sum = &y->sum[it->param],
-                   .chunks = y->chunks[it->param], .settled = settled,
-                   .whole = mt_store_owners(o->store, unit) == 1 };
+                   .chunks = y->chunks[it->param], .settled = settled };
     p->bytes = (size_t)p->n * mt_dtype_bytes(p->dt);
     MT_DO(plane_at(o, unit, it->param, MT_PLANE_GRAD, 0, &p->grad));
     if (it->mode == MT_GRAD_SET)
@@ -373,7 +371,7 @@ static mt_status prepare(mt_offload *o, ticket *t, int unit, const mt_grad_item 
         t->params[i] = items[i].param;
         if (is_staged(&t->parcels[i])) {
             t->adds++;
-            need += (t->parcels[i].bytes + 511) / 512 * 512;
+            need += mt_round_up(t->parcels[i].bytes, 512);
         }
     }
     *g = NULL;
@@ -389,7 +387,7 @@ static mt_status prepare(mt_offload *o, ticket *t, int unit, const mt_grad_item 
     for (int i = 0; i < n && *g != NULL; i++)
         if (is_staged(&t->parcels[i])) {
             t->parcels[i].staged = (char *)(*g)->mem.base + need;
-            need += (t->parcels[i].bytes + 511) / 512 * 512;
+            need += mt_round_up(t->parcels[i].bytes, 512);
         }
     return MT_OK;
 }
@@ -448,7 +446,7 @@ static void note(mt_offload *o, const ticket *t, tally *y, int sent)
         int           sums = p->item.mode == MT_GRAD_ADD || o->kernels.sumsq != NULL;
 
         y->flags[p->item.param] = (unsigned char)(!sent ? 0 :
-            (sums && p->whole ? MT_GRAD_COUNTED : 0) |
+            (sums && o->cx->share == NULL ? MT_GRAD_COUNTED : 0) |
             (sums && p->chunks != NULL ? MT_GRAD_CHUNKED : 0) |
             (p->acc != NULL ? MT_GRAD_SUMMED : 0));
         o->d2h_bytes += sent && !p->settled ? p->bytes : 0;      /* what leaves the device */
@@ -599,13 +597,12 @@ double mt_offload_fold(const mt_offload *o, const double *chunks, int64_t n)
 
 /* The value was written by d2h or the collector before they ended the hand-over in the ledger,
  * which the caller has waited for; a forget since has cleared the flag and left the value. */
-double mt_offload_sumsq(mt_offload *o, int unit, int param, int *valid)
+double mt_offload_sumsq(mt_offload *o, int unit, int param)
 {
     tally *y;
 
     MT_HOLD(&o->mu);
     y = known(o, unit, param);
-    *valid = y != NULL && (y->flags[param] & MT_GRAD_COUNTED) != 0;
     return y != NULL ? y->sum[param] : 0;
 }
 

@@ -54,21 +54,16 @@ struct mt_share {
     int            lost;                     /* there was no memory for one. notes_mu */
 };
 
-static uint64_t round_up(uint64_t n, uint64_t to)
-{
-    return (n + to - 1) / to * to;
-}
-
 static size_t whole_pages(uint64_t bytes)
 {
-    return (size_t)round_up(bytes, (uint64_t)sysconf(_SC_PAGESIZE));
+    return mt_round_up(bytes, (size_t)sysconf(_SC_PAGESIZE));
 }
 
 /* ---- ranges ------------------------------------------------------------------------------- */
 
 mt_status mt_share_take(mt_share *h, size_t bytes, mt_range *out)
 {
-    uint64_t at = bytes >= 2 * HUGE_BYTES ? round_up(h->next, HUGE_BYTES) : whole_pages(h->next);
+    uint64_t at = bytes >= 2 * HUGE_BYTES ? mt_round_up(h->next, HUGE_BYTES) : whole_pages(h->next);
 
     if (at > SHARE_BYTES || bytes > SHARE_BYTES - at)
         return MT_FAIL(MT_ENOMEM, "shared memory: %zu bytes behind %" PRIu64 ": a model may have "

@@ -55,7 +55,7 @@ void mt_store_view_drop(mt_store *s, int unit, int param, mt_plane p)
         (place = view_of(s, &u->plane[MT__HOST][p], at)) == NULL)
         return;
     bytes = mt_store_plane_bytes(s, unit, param, p, u->shape.desc[param].numel);
-    (void)madvise(place, (bytes + u->align - 1) / u->align * u->align, MADV_DONTNEED);
+    (void)madvise(place, mt_round_up(bytes, u->align), MADV_DONTNEED);
 }
 
 /* ---- spreads ------------------------------------------------------------------------------ */

@@ -60,11 +60,6 @@ static int trains(const mt_param_desc *d)
     return __atomic_load_n(&d->trainable, __ATOMIC_RELAXED);
 }
 
-static size_t round_up(size_t n, size_t to)
-{
-    return (n + to - 1) / to * to;
-}
-
 /* Has the plane room for the parameter, and how many bytes? In a share the host's planes have room
  * for whatever may come (all): what is trained, and how states are kept, moves nothing there, so
  * other ranks need not know of it. */
@@ -104,7 +99,7 @@ mt_status mt__lay_out(const mt__unit *u, int side, mt_plane p, size_t **offset, 
             free(made);
             return st;
         }
-        at = round_up(at, align);
+        at = mt_round_up(at, align);
     }
     *offset = made;
     *bytes = at;
@@ -182,7 +177,6 @@ static mt_status unit_open(mt_store *s, const char *name, const mt_param_desc *d
             mt_mutex_open(&u->plane[side][p].making, MT_RANK_MAKING);
     u->shape.n = n;
     u->own.end.param = n;
-    u->owners = 1;
     u->shared = s->share != NULL;
     u->align = u->shared ? (size_t)sysconf(_SC_PAGESIZE) : MT_PART_ALIGN;
     u->account.version = 1;
@@ -197,22 +191,15 @@ static mt_status unit_open(mt_store *s, const char *name, const mt_param_desc *d
         u->shape.desc[i] = d[i];
     }
     MT_TRY(mt__lay_out(u, MT__HOST, MT_PLANE_HI, &u->shape.offset, &u->shape.bytes));
+    if (u->shared)                       /* this process owns its rank's portion */
+        MT_TRY(mt_shape_cut(&u->shape, name, mt_share_rank(s->share), mt_share_ranks(s->share),
+                            &u->own));
     *out = u;
     return MT_OK;
 
 fail:
     mt__unit_close(s, u);
     return st;
-}
-
-/* FNV-1a: Fowler, Noll & Vo 1991. */
-static uint64_t mix(uint64_t hash, const void *data, size_t bytes)
-{
-    const unsigned char *at = data;
-
-    for (size_t i = 0; i < bytes; i++)
-        hash = (hash ^ at[i]) * 0x100000001b3u;
-    return hash;
 }
 
 static int64_t chunks_of(mt_dtype dt, int64_t n)
@@ -225,18 +212,20 @@ static mt_status publish(mt_store *s, mt__unit *u)
 {
     int        i = u->number = atomic_load(&s->n_units);
     mt__unit ***seg = &s->seg[i / MT__SEG_UNITS];   /* only looked at when i is in range */
-    uint64_t   hash = mix(mix(0xcbf29ce484222325u, &i, sizeof i), u->name, strlen(u->name));
+    uint64_t   hash = mt_alike_mix(1, (uint64_t)i);     /* of what must be the same on all ranks */
     size_t     chunks = 0, bytes, *offset;
 
     if (i >= MT__SEGS * MT__SEG_UNITS)
         return MT_FAIL(MT_EINVAL, "unit %s: a store holds at most %d units; stream larger ones",
                        u->name, MT__SEGS * MT__SEG_UNITS);
+    for (const char *c = u->name; *c != '\0'; c++)
+        hash = mt_alike_mix(hash, (unsigned char)*c);
     for (int k = 0; k < u->shape.n && u->shared; k++) {
-        int64_t what[2] = { u->shape.desc[k].dtype, u->shape.desc[k].numel };
+        const mt_param_desc *d = &u->shape.desc[k];
 
-        hash = mix(hash, what, sizeof what);
+        hash = mt_alike_mix(mt_alike_mix(hash, (uint64_t)d->dtype), (uint64_t)d->numel);
         u->chunk[k] = chunks;
-        chunks += (size_t)chunks_of(u->shape.desc[k].dtype, what[1]);
+        chunks += (size_t)chunks_of(d->dtype, d->numel);
     }
     if (u->shared)                       /* its board, then its ranges: share.h, (5) */
         MT_DO(mt_board_open(s->share, u->name, i, hash, chunks, &u->board));
@@ -282,21 +271,10 @@ mt_status mt_store_add(mt_store *s, const char *name, const mt_param_desc *p, in
     mt_status st;
 
     MT_DO(unit_open(s, name, p, n, &u));
-    mt_lock(&s->map_mu);
-    if ((st = publish(s, u)) == MT_OK)
+    if ((st = MT_LOCKED(&s->map_mu, publish(s, u))) == MT_OK)
         *unit = u->number;
-    mt_unlock(&s->map_mu);
-    if (st != MT_OK) {
+    else
         mt__unit_close(s, u);
-    } else if (s->share != NULL) {       /* this process owns its rank's portion */
-        mt_portion own;
-        int        ranks = mt_share_ranks(s->share);
-
-        MT_DO(mt_portion_of(s, *unit, mt_share_rank(s->share), ranks, &own));
-        MT_HOLD(&s->map_mu);
-        u->own = own;
-        u->owners = ranks;
-    }
     return st;
 }
 
@@ -423,11 +401,6 @@ mt_status mt_portion_of(const mt_store *s, int unit, int owner, int owners, mt_p
 size_t mt_portion_byte(const mt_store *s, int unit, mt_bound b)
 {
     return mt_shape_byte(&mt__unit_or_none(s, unit)->shape, b);
-}
-
-int mt_store_owners(const mt_store *s, int unit)
-{
-    return mt__unit_or_none(s, unit)->owners;
 }
 
 int64_t mt_store_owned(const mt_store *s, int unit, int param, int64_t *from)
@@ -566,7 +539,7 @@ static mt_status map(mt_store *s, const mt__unit *u, int side, mt_plane p, const
             /* Its part of the plane's addresses is behind those of parameters before it. */
             for (int i = 0; i < x->first; i++)
                 if (has_room(u, 1, p, &u->shape.desc[i], &bytes))
-                    at = round_up(at + bytes, u->align);
+                    at = mt_round_up(at + bytes, u->align);
             mt_arena_part(&made, &u->plane[MT__HOST][p].arena, at, x->bytes);
         }
         mt_arena_keep(&made, x->from, x->kept);
@@ -626,7 +599,7 @@ static extent own_extent(const mt__unit *u, int side, mt_plane p, int param)
     const mt_param_desc *d = &u->shape.desc[param];
     size_t               bytes = mt_plane_bytes(p, d->dtype, states_of(u), d->numel);
     extent               x = { .first = param, .n = 1, .own = 1, .offset = &nowhere,
-                               .bytes = round_up(bytes, MT_PART_ALIGN) };
+                               .bytes = mt_round_up(bytes, MT_PART_ALIGN) };
 
     keep_own(u, side, p, &x);
     return x;

@@ -218,39 +218,16 @@ static void tell_feed(mt_stream *s)
     mt_feed_expect(s->cx->feed, units, n);
 }
 
-static mt_status copy_hi(mt_stream *s, const request *r, const void *hi)
-{
-    const cut          *c = cut_of(s, r->unit);
-    mt_cut_range        whole = { 0, 0, bytes_of(s, r->unit) };
-    const mt_cut_range *ranges = c != NULL ? c->ranges : &whole;
-    int                 n = c != NULL ? c->n : 1;
-    size_t              from, to;
-    mt_span             span;
-
-    MT_DO(brought_by(s, r->unit, r->part, &from, &to));
-    mt_timeline_begin(s->cx->timeline, &span, MT_LANE_H2D, MT_WORK_FETCH,
-                      mt_stream_owner(s, r->unit), s->h2d);
-    for (int i = 0; i < n; i++) {            /* what of each range lies in [from, to) of the slot */
-        const mt_cut_range *one = &ranges[i];
-        size_t              first = one->to > from ? one->to : from;
-        size_t              end = one->to + one->bytes < to ? one->to + one->bytes : to;
-
-        if (end > first)
-            MT_DO(s->dev->ops->copy(s->h2d, (char *)r->mem + first,
-                                    (const char *)hi + one->from + (first - one->to),
-                                    end - first));
-    }
-    mt_timeline_end(s->cx->timeline, &span, to - from, s->h2d);
-    return MT_OK;
-}
-
 /* hi: NULL where the weights are on disk. */
 static mt_status put_copy(mt_stream *s, const request *r, const void *hi)
 {
     const mt_dev_ops *v = s->dev->ops;
     slot             *k = &s->slots[r->slot];
-    size_t            bytes = bytes_of(s, r->unit);
+    const cut        *c = cut_of(s, r->unit);
+    mt_cut_range      whole = { 0, 0, bytes_of(s, r->unit) };
     int               poisons = s->cx->debug.poison;
+    size_t            from, to;
+    mt_span           span;
 
     /* FREED: compute on what the slot held was put in run before `freed` was recorded there. */
     MT_DO(mt_edge(s->cx, MT_EDGE_FREED, s->h2d, k->freed));
@@ -259,10 +236,26 @@ static mt_status put_copy(mt_stream *s, const request *r, const void *hi)
         memset(s->poison, 0xFF, POISON_BYTES);
     }
     /* Behind FREED and before the copy, so that whoever reads too early reads NaN. */
-    for (size_t at = 0; poisons && at < bytes; at += POISON_BYTES)
+    for (size_t at = 0; poisons && at < whole.bytes; at += POISON_BYTES)
         MT_DO(v->copy(s->h2d, (char *)r->mem + at, s->poison,
-                      bytes - at < POISON_BYTES ? bytes - at : POISON_BYTES));
-    MT_DO(hi != NULL ? copy_hi(s, r, hi) : mt_feed_copy(s->cx->feed, r->unit, r->mem, s->h2d));
+                      whole.bytes - at < POISON_BYTES ? whole.bytes - at : POISON_BYTES));
+    if (hi == NULL) {
+        MT_DO(mt_feed_copy(s->cx->feed, r->unit, r->mem, s->h2d));
+        return v->record(s->h2d, k->ready);
+    }
+    MT_DO(brought_by(s, r->unit, r->part, &from, &to));
+    mt_timeline_begin(s->cx->timeline, &span, MT_LANE_H2D, MT_WORK_FETCH,
+                      mt_stream_owner(s, r->unit), s->h2d);
+    for (int i = 0; i < (c != NULL ? c->n : 1); i++) {
+        const mt_cut_range *one = c != NULL ? &c->ranges[i] : &whole;
+        size_t              first = one->to > from ? one->to : from;     /* of it in [from, to) */
+        size_t              end = one->to + one->bytes < to ? one->to + one->bytes : to;
+
+        if (end > first)
+            MT_DO(v->copy(s->h2d, (char *)r->mem + first,
+                          (const char *)hi + one->from + (first - one->to), end - first));
+    }
+    mt_timeline_end(s->cx->timeline, &span, to - from, s->h2d);
     return v->record(s->h2d, k->ready);
 }
 

@@ -260,13 +260,13 @@ static mt_status weigh(mt_updater *u, const job *b, double *total, int *finite, 
     MT_DO(mt_ledger_wait_grads(u->store, j->unit));
     *finite = *known = 1;
     for (int i = 0; i < j->n_params; i++) {
-        int    use = b->sums != NULL, valid;
+        int    use = b->sums != NULL;
         double sum = use ? b->sums[i] : 0;
 
         if (!use && j->sumsq != NULL)
             sum = j->sumsq(j->arg, u->pool, i, NULL, &use);
         if (!use)
-            sum = mt_offload_sumsq(u->grads, j->unit, j->params[i], &valid);
+            sum = mt_offload_sumsq(u->grads, j->unit, j->params[i]);
         if (!use && !b->counted[i]) {
             sum = (double)NAN;
             *known = 0;
