@@ -48,7 +48,7 @@ typedef struct mt_context {
                                           * open */
     struct mt_through  *through;
     struct mt_disk     *disk;
-    struct mt_feed     *feed;
+    struct mt_disk     *feed;            /* the disk, while weights may be fetched from it */
 } mt_context;
 
 static inline int mt_skips(const mt_context *cx, unsigned edge)

@@ -68,12 +68,11 @@ typedef struct ring {                    /* the lock */
     uint64_t turns;
 } ring;
 
-struct mt_feed {                         /* the lock */
-    mt_disk *d;
-    int      unit, piece;                /* to be copied next; unit -1: nothing is fetched now */
-    int      begun;                      /* and its fetch is in the ledger */
-    int      expected[EXPECTED], n_expected;     /* units */
-};
+typedef struct feed {                    /* the lock */
+    int unit, piece;                     /* to be copied next; unit -1: nothing is fetched now */
+    int begun;                           /* and its fetch is in the ledger */
+    int expected[EXPECTED], n_expected;  /* units */
+} feed;
 
 typedef struct disk_unit {
     int        on;                       /* it is ours */
@@ -102,7 +101,7 @@ struct mt_disk {
     uint64_t       recorded_ns;          /* the lane's records reach up to here */
     size_t         most_weights;         /* bytes in a piece */
     int            fed;                  /* and fetches have buffers of so many */
-    mt_feed        feed;
+    feed           feed;
     int            next_unit, next_piece;        /* to be read; next_unit -1: nobody knows */
     int            before;               /* the unit updated last; -1: none */
     mt_disk_stats  stats;
@@ -369,10 +368,11 @@ static void ahead_of_updates(mt_disk *d)
 
 /* A buffer for a piece of the unit: an empty one, or one whose weights nobody expects any more.
  * What the unit that is fetched now needs comes before what others will. */
-static buffer *find_room(const mt_feed *f, int unit)
+static buffer *find_room(const mt_disk *d, int unit)
 {
-    const ring *r = &f->d->rings[FETCHES];
-    buffer     *k = find(f->d, FETCHES, IS(FREE), -1, -1);
+    const feed *f = &d->feed;
+    const ring *r = &d->rings[FETCHES];
+    buffer     *k = find(d, FETCHES, IS(FREE), -1, -1);
 
     for (int i = 0; k == NULL && i < r->n; i++) {
         buffer *b = r->buffers[i];
@@ -391,20 +391,19 @@ static buffer *find_room(const mt_feed *f, int unit)
  * FED: of a unit whose update is announced nothing is read ahead. Once its fetch has begun, the
  * update waits for that. A piece that is still being written stops it (WRITTEN), and so does a unit
  * that is written from outside (PUSHED); the end of either calls again. */
-static int read_unit(mt_feed *f, int unit, int from)
+static int read_unit(mt_disk *d, int unit, int from)
 {
-    mt_disk         *d = f->d;
     const disk_unit *u = &d->units[unit];
     buffer          *room;
 
-    if (!(unit == f->unit && f->begun) && mt_ledger_updates_due(d->store, unit))
+    if (!(unit == d->feed.unit && d->feed.begun) && mt_ledger_updates_due(d->store, unit))
         return 0;
     for (int i = from; u->lay != NULL && i < u->lay->n; i++) {
         if (u->lay->cut->piece[i].hi_bytes == 0 ||
             find(d, FETCHES, IS(READING) | IS(READY), unit, i) != NULL)
             continue;
         if (find(d, FETCHES, IS(DROPPED), unit, i) != NULL || u->held ||
-            is_under_way(d, unit, i, 0) || (room = find_room(f, unit)) == NULL)
+            is_under_way(d, unit, i, 0) || (room = find_room(d, unit)) == NULL)
             return 0;
         if (room->at == READY)
             become(room, FREE);
@@ -416,17 +415,17 @@ static int read_unit(mt_feed *f, int unit, int from)
 /* What was looked at may be otherwise now: a buffer, or a piece, has come free. */
 static void read_ahead(mt_disk *d)
 {
-    const mt_feed *f = &d->feed;
-    int            go = 1;
+    const feed *f = &d->feed;
+    int         go = 1;
 
     assert_state(d);
     if (d->failed)
         return;
     if (f->unit >= 0)
-        go = read_unit(&d->feed, f->unit, f->piece);
+        go = read_unit(d, f->unit, f->piece);
     for (int i = 0; go && i < f->n_expected; i++)
         if (f->expected[i] != f->unit)
-            go = read_unit(&d->feed, f->expected[i], 0);
+            go = read_unit(d, f->expected[i], 0);
     ahead_of_updates(d);
 }
 
@@ -803,21 +802,23 @@ static mt_status reclaim(mt_disk *d)
     return MT_OK;
 }
 
-void mt_feed_expect(mt_feed *f, const int *units, int n)
+void mt_feed_expect(mt_disk *d, const int *units, int n)
 {
-    MT_HOLD(&f->d->mu);
+    feed *f = &d->feed;
+
+    MT_HOLD(&d->mu);
     f->n_expected = 0;
     for (int i = 0; i < n && f->n_expected < EXPECTED; i++)
-        if (mt_store_home(f->d->store, units[i], NULL)->fed)
+        if (mt_store_home(d->store, units[i], NULL)->fed)
             f->expected[f->n_expected++] = units[i];
-    (void)reclaim(f->d);                 /* a device that fails fails the mover's calls too */
+    (void)reclaim(d);                 /* a device that fails fails the mover's calls too */
 }
 
 /* The next piece is in a buffer (*out), which is the mover's then; or none is free, and one is
  * being copied (*copying) that is to be waited for; or something failed. */
-static int is_loaded(mt_feed *f, buffer **out, buffer **copying, mt_status *st)
+static int is_loaded(mt_disk *d, buffer **out, buffer **copying, mt_status *st)
 {
-    mt_disk *d = f->d;
+    feed *f = &d->feed;
 
     if (d->failed || (*st = reclaim(d)) != MT_OK)
         return 1;
@@ -826,26 +827,25 @@ static int is_loaded(mt_feed *f, buffer **out, buffer **copying, mt_status *st)
         f->piece++;
         return 1;
     }
-    if (find(d, FETCHES, READS, f->unit, f->piece) == NULL && find_room(f, f->unit) == NULL)
+    if (find(d, FETCHES, READS, f->unit, f->piece) == NULL && find_room(d, f->unit) == NULL)
         *copying = find(d, FETCHES, IS(COPYING), -1, -1);
     return *copying != NULL;
 }
 
 /* Until the next piece is in a buffer, which is then the mover's. */
-static mt_status take_load(mt_feed *f, buffer **out)
+static mt_status take_load(mt_disk *d, buffer **out)
 {
-    mt_disk  *d = f->d;
     buffer   *found = NULL, *copying;
     mt_status looked = MT_OK;
 
     while (found == NULL) {
         copying = NULL;
-        MT_DO(UNTIL(d, is_loaded(f, &found, &copying, &looked), f->unit,
+        MT_DO(UNTIL(d, is_loaded(d, &found, &copying, &looked), d->feed.unit,
                     "its weights from disk (READ)"));
         MT_DO(looked);
         if (copying != NULL) {
             MT_DO(mt_watch_event(mt_store_watch(d->store), copying->copied,
-                                 mt_store_name(d->store, f->unit),
+                                 mt_store_name(d->store, d->feed.unit),
                                  "a copy of weights out of a buffer (COPIED)"));
             MT_HOLD(&d->mu);             /* somebody may have seen the same, and read into it */
             if (copying->at == COPYING)
@@ -858,28 +858,27 @@ static mt_status take_load(mt_feed *f, buffer **out)
 }
 
 /* unit -1: none. Yields its layout; NULL: nothing of it was asked for yet. */
-static const mt_layout *aim(mt_feed *f, int unit, int begun)
+static const mt_layout *aim(mt_disk *d, int unit, int begun)
 {
-    mt_disk         *d = f->d;
     const mt_layout *l;
 
     MT_HOLD(&d->mu);
     l = unit >= 0 && unit < d->n_units ? d->units[unit].lay : NULL;
-    f->unit = l != NULL ? unit : -1;
-    f->piece = 0;
-    f->begun = begun;
+    d->feed.unit = l != NULL ? unit : -1;
+    d->feed.piece = 0;
+    d->feed.begun = begun;
     read_ahead(d);
     return l;
 }
 
-void mt_feed_next(mt_feed *f, int unit)
+void mt_feed_next(mt_disk *d, int unit)
 {
-    (void)aim(f, unit, 0);
+    (void)aim(d, unit, 0);
 }
 
-mt_status mt_feed_copy(mt_feed *f, int unit, void *mem, mt_queue *h2d)
+mt_status mt_feed_copy(mt_disk *d, int unit, void *mem, mt_queue *h2d)
 {
-    const mt_layout *l = aim(f, unit, 1);
+    const mt_layout *l = aim(d, unit, 1);
     buffer          *k;
     mt_span          span;
     mt_status        st = MT_OK;
@@ -887,26 +886,25 @@ mt_status mt_feed_copy(mt_feed *f, int unit, void *mem, mt_queue *h2d)
     if (l == NULL)
         return MT_FAIL(MT_ESTATE,
                        "unit %s: its weights were never written to disk; push them first",
-                       mt_store_name(f->d->store, unit));
-    for (int i = 0; i < l->n && (st = take_load(f, &k)) == MT_OK; i++) {
+                       mt_store_name(d->store, unit));
+    for (int i = 0; i < l->n && (st = take_load(d, &k)) == MT_OK; i++) {
         size_t bytes = l->cut->piece[i].hi_bytes;
 
-        mt_timeline_begin(f->d->cx->timeline, &span, MT_LANE_H2D, MT_WORK_FETCH, unit, h2d);
+        mt_timeline_begin(d->cx->timeline, &span, MT_LANE_H2D, MT_WORK_FETCH, unit, h2d);
         st = h2d->dev->ops->copy(h2d, (char *)mem + l->pieces[i].hi_at, k->memory.base, bytes);
-        mt_timeline_end(f->d->cx->timeline, &span, bytes, h2d);
+        mt_timeline_end(d->cx->timeline, &span, bytes, h2d);
         if (st == MT_OK)                 /* from here on the buffer's event is that of this copy */
             st = h2d->dev->ops->record(h2d, k->copied);
-        MT_WITH(&f->d->mu) become(k, COPYING);
+        MT_WITH(&d->mu) become(k, COPYING);
         if (st != MT_OK)
             break;
     }
-    (void)aim(f, -1, 0);
+    (void)aim(d, -1, 0);
     return st;
 }
 
-mt_status mt_feed_open(mt_context *cx, size_t bytes, mt_feed **out)
+mt_status mt_feed_open(mt_disk *d, size_t bytes)
 {
-    mt_disk  *d = cx->disk;
     size_t    each = MT_BLOCK_ALIGN, n;
     mt_status st;
 
@@ -918,28 +916,25 @@ mt_status mt_feed_open(mt_context *cx, size_t bytes, mt_feed **out)
     n = n < FEED_LEAST ? FEED_LEAST : n > FEED_MOST ? FEED_MOST : n;
     for (size_t i = 0; i < n; i++)
         MT_TRY(ring_add(d, FETCHES, each));
-    *out = cx->feed = &d->feed;
+    d->cx->feed = d;
     return MT_OK;
 
 fail:
-    mt_feed_close(&d->feed);
+    mt_feed_close(d);
     return st;
 }
 
 /* Reads that are under way end first; the queue's copies are over, since the mover's queue was
  * closed. */
-void mt_feed_close(mt_feed *f)
+void mt_feed_close(mt_disk *d)
 {
-    if (f == NULL)
+    if (d == NULL)
         return;
-    if (f->d->cx->feed == f)
-        f->d->cx->feed = NULL;
-    MT_WITH(&f->d->mu) {
-        f->unit = -1;
-        f->n_expected = 0;
-    }
-    ring_close(f->d, FETCHES);
-    MT_WITH(&f->d->mu) f->d->fed = 0;
+    if (d->cx->feed == d)
+        d->cx->feed = NULL;
+    MT_WITH(&d->mu) d->feed = (feed){ .unit = -1 };
+    ring_close(d, FETCHES);
+    MT_WITH(&d->mu) d->fed = 0;
 }
 
 /* ---- open and close ------------------------------------------------------------------------ */
@@ -950,17 +945,15 @@ mt_status mt_disk_open(mt_context *cx, mt_blocks *file, mt_pool *pool, int n_buf
                        mt_disk **out)
 {
     mt_disk  *d MT_CLOSED(mt_disk_close) = NULL;
-    size_t    all;
 
     if (n_buffers < 1 || bytes < MT_DISK_LEAST || bytes % MT_BLOCK_ALIGN != 0)
         return MT_FAIL(MT_EINVAL,
                        "disk: %d buffers of %zu bytes; one of %zu is the least, in steps of %zu",
                        n_buffers, bytes, MT_DISK_LEAST, MT_BLOCK_ALIGN);
-    MT_DO(mt_mul_size((size_t)n_buffers + 1, bytes, "buffers of the disk", &all));
     MT_DO(MT_MAKE(d, 1, "disk"));
     *d = (mt_disk){ .cx = cx, .store = cx->store, .file = file, .pool = pool, .bytes = bytes,
                     .next_unit = -1, .before = -1, .first_added = -1, .last_added = -1,
-                    .feed = { .d = d, .unit = -1 } };
+                    .feed = { .unit = -1 } };
     mt_mutex_open(&d->mu, MT_RANK_DISK);
     MT_DO(mt_watch_cond(&d->changed));
     for (int i = 0; i < n_buffers; i++)

@@ -14,6 +14,7 @@
 #include "worker.h"
 
 #include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -163,16 +164,10 @@ static mt_status collect(void *arg, mt_job *node)
     return st;
 }
 
-/* The collector never stops short of the latest ticket, so this ends when the device answers, or is
- * stuck. */
-static mt_status wait_home(mt_offload *o, uint64_t t)
-{
-    return mt_worker_wait(&o->collector, mt_store_watch(o->store), t, NULL,
-                          "gradients to be in host memory");
-}
+#define HOME "gradients to be in host memory"
 
-/* The putting thread, which launches windows too: as wait_home,
- * and where it does wait that is recorded. */
+/* The putting thread, which launches windows too: where it does wait that is recorded. The collector
+ * never stops short of the latest ticket, so this ends when the device answers, or is stuck. */
 static mt_status wait_room(mt_offload *o, uint64_t t)
 {
     mt_span   span;
@@ -181,7 +176,7 @@ static mt_status wait_room(mt_offload *o, uint64_t t)
     if (MT_LOCKED(&o->mu, o->collector.ended) >= t)
         return MT_OK;
     mt_timeline_begin(o->timeline, &span, MT_LANE_HAND, MT_WORK_WAIT, -1, NULL);
-    st = wait_home(o, t);
+    st = mt_worker_wait(&o->collector, mt_store_watch(o->store), t, NULL, HOME);
     mt_timeline_end(o->timeline, &span, 0, NULL);
     return st;
 }
@@ -459,8 +454,7 @@ static void give_up(mt_offload *o, const ticket *t, tally *y)
 {
     char text[1024];
 
-    strncpy(text, mt_last_error(), sizeof text - 1);
-    text[sizeof text - 1] = '\0';
+    snprintf(text, sizeof text, "%s", mt_last_error());
     (void)o->dev->ops->sync(o->d2h);
     mt_lock(&o->mu);
     note(o, t, y, 0);
@@ -555,7 +549,7 @@ mt_status mt_offload_drain(mt_offload *o)
     /* The ledger first: its waits name the unit. */
     for (int u = 0; u < mt_store_units(o->store); u++)
         MT_DO(mt_ledger_wait_grads(o->store, u));
-    MT_DO(wait_home(o, put));
+    MT_DO(mt_worker_wait(&o->collector, mt_store_watch(o->store), put, NULL, HOME));
     return mt_ledger_check(o->store);
 }
 

@@ -83,7 +83,4 @@ static inline size_t mt_round_up(size_t n, size_t to)
     return (n + to - 1) / to * to;
 }
 
-/* *out = a*b, or MT_EINVAL when that overflows; `what` names it in the message. */
-mt_status mt_mul_size(size_t a, size_t b, const char *what, size_t *out);
-
 #endif

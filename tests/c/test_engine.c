@@ -207,7 +207,6 @@ typedef struct engine {
     mt_through  *h;
     mt_file     *file;           /* these three: NULL where no unit is on disk */
     mt_disk     *d;
-    mt_feed     *f;
     char         dir[32];
     unsigned     settled, through, filed;
     mt_slot_desc slots[SLOTS + UNITS];          /* the ring, then the settled units' */
@@ -256,7 +255,7 @@ static void engine_file(engine *e)
             drop_plane(e->t.store, u, MT_PLANE_HI);
             REQUIRE_OK(mt_disk_add(e->d, u, 1));
         }
-    REQUIRE_OK(mt_feed_open(&e->t.cx, 3 * MT_BLOCK_ALIGN, &e->f));
+    REQUIRE_OK(mt_feed_open(e->t.cx.disk, 3 * MT_BLOCK_ALIGN));
     for (int u = 0; u < UNITS; u++) {
         for (int p = 0; p < TOY_PARAMS && (e->filed >> u & 1); p++)
             for (int64_t i = 0; i < toy_numel(u, p); i++)
@@ -318,7 +317,7 @@ static void engine_stop(engine *e)
     mt_through_close(e->h);
     mt_offload_close(e->o);
     mt_stream_close(e->s);
-    mt_feed_close(e->f);
+    mt_feed_close(e->t.cx.feed);
     mt_disk_close(e->d);
     mt_file_close(e->file);
     if (e->filed != 0)

@@ -1816,7 +1816,7 @@ TEST(who_leaves_when_all_is_done_is_missed_by_nobody)
 typedef struct odd {
     runner   *r;
     double    max_norm;
-    int       n_jobs;
+    int       n_jobs, forgets;       /* forgets: nobody has measured its gradients */
     mt_status (*update)(void *arg, mt_pool *pool, float clip);
     void     (*alike)(const void *arg, uint64_t hash[MT_ALIKES]);
     mt_status st;
@@ -1832,6 +1832,8 @@ static void *odd_step(void *arg)
 
     for (int u = 0; u < UNITS; u++) {
         hand_over(o->r, u, 0);
+        if (o->forgets)
+            mt_offload_forget(o->r->o, u);
         j[u] = (unit_job){ .r = o->r, .unit = u, .params = { 0, 1, 2, 4 }, .n = 4 };
         jobs[u] = (mt_update_job){ .unit = u, .n_params = 4, .params = j[u].params,
                                    .run = o->update, .arg = &j[u], .alike = o->alike };
@@ -1876,6 +1878,19 @@ TEST(ranks_that_update_other_things_are_told)
             CHECK_HAS(o[k].why, names[what]);
         }
     }
+}
+
+TEST(a_gradient_that_nobody_measured_ends_all_steps)
+{
+    odd o[2] = { { .max_norm = 1, .n_jobs = UNITS, .update = update },
+                 { .max_norm = 1, .n_jobs = UNITS, .update = update, .forgets = 1 } };
+
+    run_odd(o);
+    CHECK_EQ(o[1].st, MT_ESTATE);
+    CHECK_HAS(o[1].why, "unit layers.0: a gradient to be clipped came without its sum of squares");
+    CHECK_EQ(o[0].st, MT_EPEER);
+    CHECK_HAS(o[0].why, "rank 1 (process ");
+    CHECK_HAS(o[0].why, "came without its sum of squares");
 }
 
 /* An update that fails in one rank's pool. */
