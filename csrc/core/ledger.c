@@ -181,9 +181,8 @@ void mt_ledger_update_stepped(mt_store *s, int unit)
 
     if (u == NULL)
         return;
-    mt_lock(&s->ledger.mu);
-    tell(s, u, MT_COUNT_STEPPED, u->account.updates - 1);        /* it is as good as ended */
-    mt_unlock(&s->ledger.mu);
+    MT_WITH(&s->ledger.mu)                   /* it is as good as ended */
+        tell(s, u, MT_COUNT_STEPPED, u->account.updates - 1);
     mt__ledger_stirred(s);
 }
 
@@ -468,10 +467,9 @@ void mt_ledger_save_end(mt_store *s, int unit)
 
     if (u == NULL)
         return;
-    mt_lock(&s->ledger.mu);
-    if (s->ledger.wanted == unit + 1)
-        s->ledger.wanted = 0;
-    mt_unlock(&s->ledger.mu);
+    MT_WITH(&s->ledger.mu)
+        if (s->ledger.wanted == unit + 1)
+            s->ledger.wanted = 0;
     end(s, u, &u->account.saves, MT_COUNT_COPIED, "a save");
 }
 
@@ -494,12 +492,9 @@ int mt_ledger_wanted(mt_store *s)
 
 mt_status mt_ledger_wait_saved(mt_store *s, int unit)
 {
-    if (mt_ledger_saving(s, unit)) {
-        mt_lock(&s->ledger.mu);
+    MT_WITH(&s->ledger.mu)
         if (mt_ledger_saving(s, unit))
             s->ledger.wanted = unit + 1;
-        mt_unlock(&s->ledger.mu);
-    }
     return WAIT_UNTIL(s, unit, u, is_saved(u), "its save (SAVED)");
 }
 
@@ -546,13 +541,12 @@ mt_status mt_ledger_fetching(mt_store *s, int unit, mt_queue *h2d)
         mt_watch_put(&s->watch, &a->copying, atomic_load(&u->home)->later ? "device update" : "h2d",
                      u->name, "copies of its weights (the event FETCHED)", a->fetched);
     mt_unlock(&s->fetched_mu);
-    mt_lock(&s->ledger.mu);
+    MT_HOLD(&s->ledger.mu);
     if (a->fetches > 0) {                /* it may not have been announced */
         a->fetches--;
         pthread_cond_broadcast(&s->ledger.changed);
         mt_watch_moved(&s->watch);
     }
-    mt_unlock(&s->ledger.mu);
     return st;
 }
 

@@ -576,10 +576,9 @@ const double *mt_offload_chunks(mt_offload *o, int unit, int param, int64_t *n)
     int64_t       from;
     tally        *y;
 
-    mt_lock(&o->mu);
-    if ((y = known(o, unit, param)) != NULL)
-        chunks = y->chunks[param];
-    mt_unlock(&o->mu);
+    MT_WITH(&o->mu)
+        if ((y = known(o, unit, param)) != NULL)
+            chunks = y->chunks[param];
     *n = chunks != NULL ? mt_grains(mt_store_owned(o->store, unit, param, &from)) : 0;
     return chunks;
 }

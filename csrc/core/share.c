@@ -469,22 +469,19 @@ mt_status mt_share_note(mt_share *h, int ms, mt_note *out, int *some)
     uint64_t        end = mt_now_ns() + (uint64_t)ms * 1000000u;
     struct timespec until = { (time_t)(end / 1000000000u), (long)(end % 1000000000u) };
     noted          *l;
-    int             lost;
 
     if (h->speakers == NULL)
         return MT_FAIL(MT_ESTATE, "relay: all ranks are on this machine");
-    mt_lock(&h->notes_mu);
+    MT_HOLD(&h->notes_mu);
     while (h->first == NULL && !h->lost && mt_cond_timedwait(&h->noted, &h->notes_mu, &until) == 0)
         ;
     if ((l = h->first) != NULL && (h->first = l->next) == NULL)
         h->last = &h->first;
-    lost = h->lost;
-    mt_unlock(&h->notes_mu);
     *some = l != NULL;
     if (l != NULL)
         *out = l->note;
     free(l);
-    return lost ? MT_FAIL(MT_ENOMEM, "relay: no memory for what was said") : MT_OK;
+    return h->lost ? MT_FAIL(MT_ENOMEM, "relay: no memory for what was said") : MT_OK;
 }
 
 int mt_board_hear(const mt_board *b, int rank, mt_note note)

@@ -23,7 +23,6 @@ mt_status mt_store_view(mt_store *s, int unit, int param, mt_plane p, void **out
     mt__plane *pl;
     mt__unit  *u;
     void      *at;
-    mt_status  st = MT_OK;
 
     MT_DO(mt_store_at(s, unit, param, p, &at));
     if (s->share == NULL) {
@@ -32,16 +31,13 @@ mt_status mt_store_view(mt_store *s, int unit, int param, mt_plane p, void **out
     }
     u = mt__unit_at(s, unit);
     pl = &u->plane[MT__HOST][p];
-    mt_lock(&pl->making);
-    if (pl->view.base == NULL)
-        st = mt_arena_range(&made, &u->range[p], 1, u->name, mt_store_bytes(s, MT_PLANE_COUNT));
-    if (pl->view.base == NULL && st == MT_OK) {
+    MT_HOLD(&pl->making);
+    if (pl->view.base == NULL) {
+        MT_DO(mt_arena_range(&made, &u->range[p], 1, u->name, mt_store_bytes(s, MT_PLANE_COUNT)));
         MT_WITH(&s->map_mu) pl->view = made;
     }
-    mt_unlock(&pl->making);
-    if (st == MT_OK)
-        *out = view_of(s, pl, at);
-    return st;
+    *out = view_of(s, pl, at);
+    return MT_OK;
 }
 
 void mt_store_view_drop(mt_store *s, int unit, int param, mt_plane p)

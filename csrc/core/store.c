@@ -356,15 +356,13 @@ mt_status mt_store_set_states(mt_store *s, int unit, mt_states states)
         return MT_FAIL(MT_EINVAL,
                        "states %d of unit %d; the store has %d units, and states are 0 to %d",
                        (int)states, unit, mt_store_units(s), MT_STATES_COUNT - 1);
-    mt_lock(&s->map_mu);
+    MT_HOLD(&s->map_mu);
     made = states_of(u) != states ? made_of(u, MT_STATE_PLANES, MT__SIDES) : MT_PLANE_COUNT;
-    if (made == MT_PLANE_COUNT)
-        atomic_store(&u->states, (int)states);
-    mt_unlock(&s->map_mu);
     if (made != MT_PLANE_COUNT)
         return MT_FAIL(MT_ESTATE, "unit %s has %s states already (plane %s); %s ones need a store "
                        "without them", u->name, mt_states_name(states_of(u)), mt_plane_name(made),
                        mt_states_name(states));
+    atomic_store(&u->states, (int)states);
     return MT_OK;
 }
 
@@ -584,10 +582,9 @@ static mt_status plane_make(mt_store *s, mt__unit *u, int side, mt_plane p)
     }
     for (int i = 0; i < u->shape.n && !in_parts(u, side, p); i++)
         at[i] = offset[i] != MT__ABSENT ? (uintptr_t)made.base + offset[i] : 0;
-    mt_lock(&s->map_mu);
+    MT_HOLD(&s->map_mu);
     pl->arena = made;
     pl->at = at;
-    mt_unlock(&s->map_mu);
     return MT_OK;
 }
 

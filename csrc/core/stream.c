@@ -679,9 +679,8 @@ mt_status mt_stream_acquire(mt_stream *s, int unit, mt_queue *run, int *slot_out
 
 void mt_stream_portions(mt_stream *s, int on)
 {
-    mt_lock(&s->mu);                     /* holding() looks at it under mu */
+    MT_HOLD(&s->mu);                     /* holding() looks at it under mu */
     s->portions = on && s->cx->turns != NULL && mt_turns_mates(s->cx->turns) > 1;
-    mt_unlock(&s->mu);
 }
 
 int mt_stream_takes_turn(const mt_stream *s)
