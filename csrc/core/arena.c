@@ -108,6 +108,7 @@ static mt_status map_reserved(mt_arena *a, size_t bytes, int flags, const mt_ran
     int      huge = whole >= 2 * HUGE_BYTES && HUGE_BYTES % page == 0;
     mt_arena made = { .base = nothing, .reserved = 1, .shared = r != NULL };
 
+    MT_ASSERT(r == NULL || r->bytes == bytes);
     if (bytes > 0) {
         made.base = whole < SIZE_MAX ? map_aligned(whole, huge ? HUGE_BYTES : page, flags)
                                      : MAP_FAILED;
@@ -130,14 +131,10 @@ static mt_status map_reserved(mt_arena *a, size_t bytes, int flags, const mt_ran
 }
 
 /* Most of its pages are never made, so the kernel need not promise them. */
-mt_status mt_arena_reserve(mt_arena *a, size_t bytes, const char *what, size_t mapped)
+mt_status mt_arena_reserve(mt_arena *a, size_t bytes, const mt_range *r, int own, const char *what,
+                           size_t mapped)
 {
-    return map_reserved(a, bytes, MAP_NORESERVE, NULL, 0, what, mapped);
-}
-
-mt_status mt_arena_range(mt_arena *a, const mt_range *r, int own, const char *what, size_t mapped)
-{
-    return map_reserved(a, r->bytes, MAP_NORESERVE, r, own, what, mapped);
+    return map_reserved(a, bytes, MAP_NORESERVE, r, own, what, mapped);
 }
 
 void mt_arena_part(mt_arena *a, const mt_arena *whole, size_t from, size_t bytes)

@@ -38,9 +38,10 @@ typedef struct mt_arena {
  * bytes 0: nothing is mapped; base is an address that may be compared but not read. */
 mt_status mt_arena_open  (mt_arena *a, size_t bytes, mt_pool *pool, mt_dev *dev,
                           const char *what, size_t mapped);
-mt_status mt_arena_reserve(mt_arena *a, size_t bytes, const char *what, size_t mapped);
-/* The same of a range of a share. own: what is written there is this process's (mt_share_map). */
-mt_status mt_arena_range (mt_arena *a, const mt_range *r, int own, const char *what, size_t mapped);
+/* r NULL: anonymous memory; else a range of a share, of so many bytes. own: what is written there
+ * is this process's (mt_share_map). */
+mt_status mt_arena_reserve(mt_arena *a, size_t bytes, const mt_range *r, int own, const char *what,
+                           size_t mapped);
 /* Of one that is mapped: so many bytes from there on, in whole pages, as a reserved arena. It is
  * closed before that one. */
 void      mt_arena_part  (mt_arena *a, const mt_arena *whole, size_t from, size_t bytes);

@@ -756,14 +756,13 @@ static mt_status home_store(void *arg, int u, int param, unsigned planes)
     mt_layout *l;
     mt_status  st;
 
-    (void)MT_LOCKED(&d->mu, d->units[u].held = 1);
-    if ((st = lay_out(d, u, &l)) == MT_OK) {
-        MT_WITH(&d->mu) {
-            drop(d, UPDATES, u, NULL);
-            drop(d, FETCHES, u, NULL);
-        }
-        st = visit_all(d, l, param, planes, 1);
+    MT_WITH(&d->mu) {
+        d->units[u].held = 1;
+        drop(d, UPDATES, u, NULL);
+        drop(d, FETCHES, u, NULL);
     }
+    if ((st = lay_out(d, u, &l)) == MT_OK)
+        st = visit_all(d, l, param, planes, 1);
     MT_HOLD(&d->mu);
     d->units[u].held = 0;
     read_ahead(d);

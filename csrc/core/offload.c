@@ -166,8 +166,9 @@ static mt_status collect(void *arg, mt_job *node)
 
 #define HOME "gradients to be in host memory"
 
-/* The putting thread, which launches windows too: where it does wait that is recorded. The collector
- * never stops short of the latest ticket, so this ends when the device answers, or is stuck. */
+/* The putting thread, which launches windows too: where it does wait that is recorded. The
+ * collector never stops short of the latest ticket, so this ends when the device answers, or is
+ * stuck. */
 static mt_status wait_room(mt_offload *o, uint64_t t)
 {
     mt_span   span;

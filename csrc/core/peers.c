@@ -32,13 +32,13 @@ static int name(const mt_store *s, int rank, char *out, size_t cap)
 
 static void look_for_failure(mt_store *s, int rank)
 {
-    const char *why = mt_share_failure(s->share, rank);
-    char        who[80], text[1024];
+    size_t cap;
+    char   who[80], text[1024];
 
-    if (why == NULL)
+    if (!mt_share_said(s->share, MT_COUNT_FAILED, rank))
         return;
     name(s, rank, who, sizeof who);
-    snprintf(text, sizeof text, "%s: %s", who, why);
+    snprintf(text, sizeof text, "%s: %s", who, mt_share_why(s->share, rank, &cap));
     mt__ledger_fault_of(s, text);
 }
 

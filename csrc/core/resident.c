@@ -21,8 +21,6 @@
  */
 #include "resident_impl.h"
 
-#include "portion.h"
-
 #include <stdlib.h>
 #include <string.h>
 
@@ -61,12 +59,7 @@ mt_status mt__record(const mt_resident *r, const mt__settled *h, mt_queue *q, mt
 /* Bytes [from, to) of plane HI that are the rank's. */
 static mt_status portion_of(const mt_resident *r, int unit, int rank, size_t *from, size_t *to)
 {
-    mt_portion p;
-
-    MT_DO(mt_portion_of(r->store, unit, rank, mt_share_ranks(r->cx->share), &p));
-    *from = mt_portion_byte(r->store, unit, p.begin);
-    *to = mt_portion_byte(r->store, unit, p.end);
-    return MT_OK;
+    return mt_portion_bytes(r->store, unit, rank, mt_share_ranks(r->cx->share), from, to);
 }
 
 /* Bytes [from, to), between the share and the slot. */

@@ -1,7 +1,7 @@
 /* resident_impl.h — what the two files of settled units share; nobody else includes it.
  *
- *     resident.c   settles units, fetches weights, puts updates, brings what ranks have updated to each
- *                  other (the ferry), and is the home of both tables
+ *     resident.c   settles units, fetches weights, puts updates, brings what ranks have updated to
+ *                  each other (the ferry), and is the home of both tables
  *     arrive.c     guests' states, up and down
  *
  * Threads: mu is the one lock. Functions that do not say otherwise are called under it.
@@ -77,10 +77,10 @@ void      mt__assert_settled(const mt_resident *r, const mt__settled *h);
 mt_status mt__record        (const mt_resident *r, const mt__settled *h, mt_queue *q, mt_event *e,
                              mt_post *post, const char *queue, const char *awaits);
 
-/* arrive.c. before: q goes on when the states are up. behind: copies of what the update changed come
- * down behind `done`. Without mu: copied, until host planes of the states may be read and written,
- * of who has waited for what is announced; push, the parameter's (-1: all) host planes were
- * written; drain. */
+/* arrive.c. before: q goes on when the states are up. behind: copies of what the update changed
+ * come down behind `done`. Without mu: copied, until host planes of the states may be read and
+ * written, of who has waited for what is announced; push, the parameter's (-1: all) host planes
+ * were written; drain. */
 mt_status mt__arrive_before (mt_resident *r, mt__settled *h, mt_queue *q);
 mt_status mt__arrive_behind (mt_resident *r, mt__settled *h, const int *params, int n);
 mt_status mt__arrive_copied (const mt_resident *r, int unit);

@@ -429,11 +429,6 @@ void mt_share_fail(mt_share *h, const char *text)
     mt_share_once(h, MT_COUNT_FAILED);
 }
 
-const char *mt_share_failure(const mt_share *h, int rank)
-{
-    return mt_share_said(h, MT_COUNT_FAILED, rank) ? h->head->why[rank] : NULL;
-}
-
 char *mt_share_why(mt_share *h, int rank, size_t *cap)
 {
     *cap = sizeof h->head->why[rank];

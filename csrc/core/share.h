@@ -181,8 +181,7 @@ void        mt_share_once    (mt_share *h, mt_count count);
 int         mt_share_parted  (const mt_share *h, int rank);              /* so has this, or left */
 /* What ended this rank's work; the first stays. */
 void        mt_share_fail    (mt_share *h, const char *text);
-const char *mt_share_failure (const mt_share *h, int rank);              /* NULL: nothing did */
-/* Where its text is put before FAILED is said. */
+/* Where a rank's text is put before FAILED is said. */
 char       *mt_share_why     (mt_share *h, int rank, size_t *cap);
 
 uint32_t    mt_share_word (const mt_share *h);

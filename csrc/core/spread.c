@@ -33,7 +33,8 @@ mt_status mt_store_view(mt_store *s, int unit, int param, mt_plane p, void **out
     pl = &u->plane[MT__HOST][p];
     MT_HOLD(&pl->making);
     if (pl->view.base == NULL) {
-        MT_DO(mt_arena_range(&made, &u->range[p], 1, u->name, mt_store_bytes(s, MT_PLANE_COUNT)));
+        MT_DO(mt_arena_reserve(&made, u->range[p].bytes, &u->range[p], 1, u->name,
+                               mt_store_bytes(s, MT_PLANE_COUNT)));
         MT_WITH(&s->map_mu) pl->view = made;
     }
     *out = view_of(s, pl, at);
@@ -125,7 +126,8 @@ mt_status mt_store_spread(mt_store *s, int unit, int param, unsigned planes)
     const mt_board *b;
     mt__unit       *u;
     /* For the other ranks; ledger.c knows where the unit is in it. */
-    uint64_t        mine = (uint64_t)(unsigned)unit << 40 | (uint64_t)(unsigned)param << 16 | planes;
+    uint64_t        mine = (uint64_t)(unsigned)unit << 40 | (uint64_t)(unsigned)param << 16 |
+                           planes;
     uint64_t        n, other;
     int             me, rank;
     mt_status       st;

@@ -83,8 +83,8 @@ static int has_room(const mt__unit *u, int all, mt_plane p, const mt_param_desc 
  * parts take. */
 mt_status mt__lay_out(const mt__unit *u, int side, mt_plane p, size_t **offset, size_t *bytes)
 {
-    size_t   *made, at = 0, len, align = side == MT__HOST ? u->align : MT_PART_ALIGN;
-    mt_status st;
+    size_t *made MT_FREED = NULL, at = 0, len;
+    size_t  align = side == MT__HOST ? u->align : MT_PART_ALIGN;
 
     MT_DO(MT_MAKE(made, u->shape.n, u->name));
     for (int i = 0; i < u->shape.n; i++) {
@@ -93,15 +93,12 @@ mt_status mt__lay_out(const mt__unit *u, int side, mt_plane p, size_t **offset, 
 
         made[i] = has ? at : MT__ABSENT;
         if ((has && (uint64_t)d->numel > SIZE_MAX / ELEM_MOST) ||
-            __builtin_add_overflow(at, has ? len : 0, &at) || at > SIZE_MAX - align) {
-            st = MT_FAIL(MT_EINVAL, "unit %s: parameter %d of %" PRId64 " x %s does not fit "
-                         "an address space", u->name, i, d->numel, mt_dtype_name(d->dtype));
-            free(made);
-            return st;
-        }
+            __builtin_add_overflow(at, has ? len : 0, &at) || at > SIZE_MAX - align)
+            return MT_FAIL(MT_EINVAL, "unit %s: parameter %d of %" PRId64 " x %s does not fit "
+                           "an address space", u->name, i, d->numel, mt_dtype_name(d->dtype));
         at = mt_round_up(at, align);
     }
-    *offset = made;
+    *offset = MT_KEEP(made);
     *bytes = at;
     return MT_OK;
 }
@@ -282,15 +279,14 @@ mt_status mt_store_set_trainable(mt_store *s, int unit, int param, int on)
 {
     mt_param_desc d;
     mt__unit     *u;
-    mt_status     st;
 
     MT_DO(mt__find(s, unit, param, &u));
     MT_HOLD(&s->map_mu);
     d = u->shape.desc[param];
     d.trainable = on != 0;
-    if ((st = check_desc(u->name, &d, param)) == MT_OK)
-        __atomic_store_n(&u->shape.desc[param].trainable, d.trainable, __ATOMIC_RELAXED);
-    return st;
+    MT_DO(check_desc(u->name, &d, param));
+    __atomic_store_n(&u->shape.desc[param].trainable, d.trainable, __ATOMIC_RELAXED);
+    return MT_OK;
 }
 
 int mt_store_trainable(const mt_store *s, int unit, int param)
@@ -396,9 +392,15 @@ mt_status mt_portion_of(const mt_store *s, int unit, int owner, int owners, mt_p
     return u != NULL ? mt_shape_cut(&u->shape, u->name, owner, owners, out) : mt__no_unit(s, unit);
 }
 
-size_t mt_portion_byte(const mt_store *s, int unit, mt_bound b)
+mt_status mt_portion_bytes(const mt_store *s, int unit, int owner, int owners, size_t *from,
+                           size_t *to)
 {
-    return mt_shape_byte(&mt__unit_or_none(s, unit)->shape, b);
+    mt_portion p;
+
+    MT_DO(mt_portion_of(s, unit, owner, owners, &p));
+    *from = mt_shape_byte(&mt__unit_at(s, unit)->shape, p.begin);
+    *to = mt_shape_byte(&mt__unit_at(s, unit)->shape, p.end);
+    return MT_OK;
 }
 
 int64_t mt_store_owned(const mt_store *s, int unit, int param, int64_t *from)
@@ -529,11 +531,11 @@ static mt_status map(mt_store *s, const mt__unit *u, int side, mt_plane p, const
     if (!u->shared && !copy && x->kept == x->bytes) {
         MT_DO(mt_arena_open(&made, x->bytes, s->pool, dev, what, mapped));
     } else {
-        if (!u->shared)
-            MT_DO(mt_arena_reserve(&made, x->bytes, what, mapped));
-        else if (!x->own)
-            MT_DO(mt_arena_range(&made, &u->range[p], 0, what, mapped));
-        else {
+        if (!u->shared || !x->own) {
+            const mt_range *r = u->shared ? &u->range[p] : NULL;
+
+            MT_DO(mt_arena_reserve(&made, x->bytes, r, 0, what, mapped));
+        } else {
             /* Its part of the plane's addresses is behind those of parameters before it. */
             for (int i = 0; i < x->first; i++)
                 if (has_room(u, 1, p, &u->shape.desc[i], &bytes))
@@ -565,9 +567,8 @@ static mt_status plane_make(mt_store *s, mt__unit *u, int side, mt_plane p)
     mt__plane *pl = &u->plane[side][p];
     extent     x = { .n = u->shape.n };
     size_t    *offset MT_FREED = NULL;
-    uintptr_t *at;
+    uintptr_t *at MT_FREED = NULL;
     mt_arena   made = { 0 };
-    mt_status  st;
 
     if (pl->at != NULL)
         return MT_OK;
@@ -576,15 +577,12 @@ static mt_status plane_make(mt_store *s, mt__unit *u, int side, mt_plane p)
     if (!in_parts(u, side, p))
         keep_own(u, side, p, &x);
     MT_DO(MT_MAKE(at, u->shape.n, u->name));
-    if ((st = map(s, u, side, p, &x, &made)) != MT_OK) {
-        free(at);
-        return st;
-    }
+    MT_DO(map(s, u, side, p, &x, &made));
     for (int i = 0; i < u->shape.n && !in_parts(u, side, p); i++)
         at[i] = offset[i] != MT__ABSENT ? (uintptr_t)made.base + offset[i] : 0;
     MT_HOLD(&s->map_mu);
     pl->arena = made;
-    pl->at = at;
+    pl->at = MT_KEEP(at);
     return MT_OK;
 }
 

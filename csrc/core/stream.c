@@ -25,7 +25,6 @@
 #include "stream.h"
 
 #include "clock.h"
-#include "portion.h"
 #include "turn.h"
 #include "worker.h"
 
@@ -125,18 +124,16 @@ static size_t bytes_of(const mt_stream *s, int number)
 
 mt_status mt_stream_bounds(const mt_stream *s, int number, size_t *bounds)
 {
-    int        mates = mt_turns_mates(s->cx->turns);
-    size_t     bytes = bytes_of(s, number);
-    mt_portion p;
+    int    mates = mt_turns_mates(s->cx->turns);
+    size_t bytes = bytes_of(s, number);
 
-    for (int k = 0; k <= mates; k++) {
-        if (cut_of(s, number) != NULL) {     /* equal shares or nearly, at multiples of 512 bytes */
-            bounds[k] = k == mates ? bytes : bytes / 512 * (size_t)k / (size_t)mates * 512;
-            continue;
-        }
-        MT_DO(mt_portion_of(s->store, number, k < mates ? k : k - 1, mates, &p));
-        bounds[k] = mt_portion_byte(s->store, number, k < mates ? p.begin : p.end);
-    }
+    for (int k = 0; k < mates; k++)
+        if (cut_of(s, number) == NULL)
+            MT_DO(mt_portion_bytes(s->store, number, k, mates, &bounds[k], &bounds[k + 1]));
+        else                             /* equal shares or nearly, at multiples of 512 bytes */
+            bounds[k] = bytes / 512 * (size_t)k / (size_t)mates * 512;
+    if (cut_of(s, number) != NULL)
+        bounds[mates] = bytes;
     return MT_OK;
 }
 
@@ -780,11 +777,10 @@ mt_status mt_stream_await(mt_stream *s, int k, mt_queue *run)
 
 /* ---- looking in ------------------------------------------------------------------------- */
 
-int mt_stream_find(const mt_stream *cs, const void *p, int *unit, size_t *offset)
+int mt_stream_find(mt_stream *s, const void *p, int *unit, size_t *offset)
 {
-    mt_stream *s = (mt_stream *)cs;       /* for the lock alone */
-    uintptr_t  at = (uintptr_t)p;
-    int        found = -1;
+    uintptr_t at = (uintptr_t)p;
+    int       found = -1;
 
     MT_HOLD(&s->mu);
     for (int k = 0; k < s->n_slots && found < 0; k++) {

@@ -160,8 +160,8 @@ static void publish(mt_updater *u, const work *w, const result *r)
 
 static mt_status uncounted(const mt_updater *u, const job *b)
 {
-    return MT_FAIL(MT_ESTATE, "unit %s: a gradient to be clipped came without its sum of squares; "
-                   "offload it, or give the job a sumsq", mt_store_name(u->store, b->up->j.unit));
+    return MT_FAIL(MT_ESTATE, "unit %s: a gradient came without its sum of squares; offload it, or "
+                   "give the job a sumsq", mt_store_name(u->store, b->up->j.unit));
 }
 
 /* ---- with other ranks --------------------------------------------------------------------- */

@@ -573,7 +573,7 @@ static mt_status make_buffers(mt_shards *w)
     n = n > w->n_blocks ? w->n_blocks : n;
     w->n_buffers = n;
     MT_DO(MT_MAKE(w->buffers, (int64_t)n, "save"));
-    MT_DO(mt_arena_reserve(&w->memory, n * MT_BLOCK_BYTES, "spare memory of a save", 0));
+    MT_DO(mt_arena_reserve(&w->memory, n * MT_BLOCK_BYTES, NULL, 0, "spare memory of a save", 0));
     /* the first is taken first, and those that are never needed stay reserved */
     for (size_t i = n; i-- > 0;) {
         w->buffers[i] = (buffer){ .mem = (char *)w->memory.base + i * MT_BLOCK_BYTES,

@@ -98,8 +98,10 @@ static int sum_is(const rig *r, int unit, float value)
     int all = 1;
 
     for (int p = 0; p < TOY_PARAMS; p++) {
-        double sum = mt_offload_sumsq(r->o, unit, p);
-        all &= mt_offload_has(r->o, unit, p, MT_GRAD_COUNTED) && sum == (double)toy_numel(unit, p) * (double)value * (double)value;
+        double sum = (double)toy_numel(unit, p) * (double)value * (double)value;
+
+        all &= mt_offload_has(r->o, unit, p, MT_GRAD_COUNTED) &&
+               mt_offload_sumsq(r->o, unit, p) == sum;
     }
     return all;
 }
