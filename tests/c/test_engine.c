@@ -330,7 +330,6 @@ static void engine_stop(engine *e)
     e->s = NULL;
     e->r = NULL;
     e->h = NULL;
-    e->f = NULL;
     e->d = NULL;
     e->file = NULL;
     e->filed = 0;
