@@ -120,6 +120,7 @@ typedef struct mt_engine {
     mt_stream_stats before;  /* of streams that were closed */
     struct mt_saving *saving;/* NULL while nothing is saved: engine_save.c */
     mt_adopted *adopted;     /* [n_adopted] torch's streams, wrapped once each */
+    int64_t     adopted_room;
     int         n_adopted;
     mt_mutex    door;        /* offload and update are entered by one thread at a time */
     int         busy;        /* calls that have let go of the GIL */

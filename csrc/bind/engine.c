@@ -48,20 +48,14 @@ int mt_engine_param(mt_engine *e, int unit, int param)
 /* Streams of torch are few and live as long as the process: each is wrapped once. */
 mt_queue *mt_engine_queue(mt_engine *e, uintptr_t handle)
 {
-    mt_adopted *grown;
-    mt_queue   *queue;
-    mt_status   st;
+    mt_queue *queue;
+    mt_status st;
 
     for (int i = 0; i < e->n_adopted; i++)
         if (e->adopted[i].handle == handle)
             return e->adopted[i].queue;
-    grown = realloc(e->adopted, (size_t)(e->n_adopted + 1) * sizeof *grown);
-    if (grown == NULL) {
-        PyErr_NoMemory();
-        return NULL;
-    }
-    e->adopted = grown;
-    if ((st = e->cx.dev->ops->queue_adopt(e->cx.dev, handle, &queue)) != MT_OK) {
+    if ((st = MT_GROW(e->adopted, e->adopted_room, e->n_adopted + 1, "engine")) != MT_OK ||
+        (st = e->cx.dev->ops->queue_adopt(e->cx.dev, handle, &queue)) != MT_OK) {
         mt_raise(e->error, st);
         return NULL;
     }
@@ -266,23 +260,9 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kw)
     return (PyObject *)e;
 }
 
-/* [ranks], of ranks; malloc'd, or NULL with an exception. */
-static int *speakers_from(PyObject *error, PyObject *tuple, int ranks)
+static int rank_from(void *Py_UNUSED(unused), PyObject *o, void *rank)
 {
-    int *found;
-
-    if (PyTuple_Size(tuple) != ranks)
-        return (int *)(void *)PyErr_Format(error, "an engine of %d ranks has so many speakers",
-                                           ranks);
-    if ((found = calloc((size_t)ranks + 1, sizeof *found)) == NULL)
-        return (int *)(void *)PyErr_NoMemory();
-    for (int rank = 0; rank < ranks; rank++) {
-        if (mt_arg_int(PyTuple_GetItem(tuple, rank), &found[rank]) == 0)
-            continue;
-        free(found);
-        return NULL;
-    }
-    return found;
+    return mt_arg_int(o, rank);
 }
 
 static int engine_init(PyObject *self, PyObject *args, PyObject *kw)
@@ -311,9 +291,14 @@ static int engine_init(PyObject *self, PyObject *args, PyObject *kw)
     }
     e->rank = rank;
     e->ranks = ranks;
-    if (speakers != NULL && PyTuple_Size(speakers) > 0 &&
-        (w.speakers = speakers_from(e->error, speakers, ranks)) == NULL)
-        return -1;
+    if (speakers != NULL && PyTuple_Size(speakers) > 0) {
+        if (PyTuple_Size(speakers) != ranks) {
+            PyErr_Format(e->error, "an engine of %d ranks has so many speakers", ranks);
+            return -1;
+        }
+        if ((w.speakers = mt_arg_list(speakers, sizeof *w.speakers, rank_from, NULL)) == NULL)
+            return -1;
+    }
     MT_UNLOCKED(e, st, engine_open(e, &w));
     free(w.speakers);
     if (st != MT_OK)
@@ -373,7 +358,7 @@ static mt_status engine_stop(mt_engine *e)
     e->swap = NULL;
     e->swap_file = NULL;
     e->adopted = NULL;
-    e->n_adopted = 0;
+    e->adopted_room = e->n_adopted = 0;
     return MT_OK;
 }
 

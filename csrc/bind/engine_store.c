@@ -46,7 +46,7 @@ static PyObject *share_new(PyObject *module, PyObject *Py_UNUSED(unused))
     mt_status st = mt_share_make(&fd);
 
     if (st != MT_OK)
-        return mt_raise(((mt_state *)PyModule_GetState(module))->error, st);
+        return mt_raise(mt_error_of(module), st);
     return PyLong_FromLong(fd);
 }
 
