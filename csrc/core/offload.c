@@ -327,10 +327,6 @@ static mt_status parcel_make(mt_offload *o, int unit, const mt_grad_item *it, ta
     if (it->src == NULL && n > 0)
         return MT_FAIL(MT_EINVAL, "unit %s: the gradient of parameter %d is at no address", name,
                        it->param);
-    if (it->mode == MT_GRAD_ADD && (settled ? o->kernels.accumulate_put == NULL
-                                            : o->kernels.accumulate == NULL))
-        return MT_FAIL(MT_ENOTSUP, "unit %s: gradients are to be added, and mt_offload_open() was "
-                       "given no accumulate", name);
     if (it->mode != MT_GRAD_SET && mt_store_passes(o->store, unit))
         return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass, so none is there to add to", name);
     *p = (parcel){ .item = *it, .dt = d->dtype, .n = n, .sum = &y->sum[it->param],
@@ -420,8 +416,7 @@ static mt_status put_all(mt_offload *o, ticket *t, mt_queue *run)
             MT_DO(kernels->accumulate_put(kernels->ctx, o->d2h, p->dt, p->acc, p->grad, src, p->n,
                                           p->from_grad, p->sum, p->chunks));
         } else {
-            if (kernels->sumsq != NULL)
-                MT_DO(kernels->sumsq(kernels->ctx, o->d2h, p->dt, src, p->n, p->sum, p->chunks));
+            MT_DO(kernels->sumsq(kernels->ctx, o->d2h, p->dt, src, p->n, p->sum, p->chunks));
             if (src != p->grad)
                 MT_DO(v->copy(o->d2h, p->grad, src, p->bytes));
         }
@@ -439,11 +434,10 @@ static void note(mt_offload *o, const ticket *t, tally *y, int sent)
 {
     for (int i = 0; i < t->n; i++) {
         const parcel *p = &t->parcels[i];
-        int           sums = p->item.mode == MT_GRAD_ADD || o->kernels.sumsq != NULL;
 
         y->flags[p->item.param] = (unsigned char)(!sent ? 0 :
-            (sums && o->cx->share == NULL ? MT_GRAD_COUNTED : 0) |
-            (sums && p->chunks != NULL ? MT_GRAD_CHUNKED : 0) |
+            (o->cx->share == NULL ? MT_GRAD_COUNTED : 0) |
+            (p->chunks != NULL ? MT_GRAD_CHUNKED : 0) |
             (p->acc != NULL ? MT_GRAD_SUMMED : 0));
         o->d2h_bytes += sent && !p->settled ? p->bytes : 0;      /* what leaves the device */
     }

@@ -61,7 +61,7 @@ typedef mt_status (*mt_accumulate_put_fn)(void *ctx, mt_queue *q, mt_dtype dt, f
 typedef struct mt_offload_kernels {
     mt_sumsq_fn          sumsq;
     mt_accumulate_fn     accumulate;
-    mt_accumulate_put_fn accumulate_put;     /* NULL: gradients of settled units are only set */
+    mt_accumulate_put_fn accumulate_put;
     void                *ctx;                /* handed to sumsq and accumulate_put */
     /* The sum of squares of which these are the chunks' sums. Where processes share units. */
     double             (*fold)(const double *chunks, int64_t n);

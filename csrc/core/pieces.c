@@ -31,11 +31,6 @@ static mt_piece *last_of(const cutting *c)
     return &c->p->piece[c->p->n - 1];
 }
 
-static size_t weights_align(const cutting *c)
-{
-    return c->how->spacing > MT_PART_ALIGN ? c->how->spacing : MT_PART_ALIGN;
-}
-
 /* Weights where they lie; the others from where they begin, which the whole piece tells. */
 static mt_status add_part(cutting *c, int param, unsigned planes, int64_t from, int64_t n)
 {
@@ -52,7 +47,7 @@ static mt_status add_part(cutting *c, int param, unsigned planes, int64_t from, 
         k->offset[p] = MT_PART_ABSENT;
         if (!(planes >> p & 1) || bytes == 0)
             continue;
-        k->offset[p] = p == MT_PLANE_HI ? mt_round_up(piece->hi_bytes, weights_align(c)) : c->rest;
+        k->offset[p] = p == MT_PLANE_HI ? mt_round_up(piece->hi_bytes, c->how->spacing) : c->rest;
         if (p == MT_PLANE_HI)
             piece->hi_bytes = k->offset[p] + bytes;
         else
@@ -101,7 +96,7 @@ static mt_status cut_param(cutting *c, int param, unsigned planes)
         /* Weights, and the rest, in whole `align` each may take more than together. */
         most = how->budget - ((planes & HI) != 0 || piece->hi_bytes > 0 ? how->align - MT_PART_ALIGN
                                                                         : 0);
-        used = mt_round_up(piece->hi_bytes, weights_align(c)) + c->rest;
+        used = mt_round_up(piece->hi_bytes, c->how->spacing) + c->rest;
         most = most > used ? most - used : 0;
         n = end - from;                  /* all of them, or as many whole grains as fit */
         if (bytes_of(c, param, planes, n, MT_PART_ALIGN) > most) {

@@ -121,17 +121,6 @@ TEST(gradients_come_home_with_their_sums_of_squares)
     CHECK_EQ(mt_offload_d2h_bytes(r.o), 4 * (2 * (24 + 32 + 40) + 3 * 5));
 }
 
-TEST(without_a_sumsq_kernel_no_sum_counts)
-{
-    mt_offload_kernels none = toy_kernels;
-
-    none.sumsq = NULL;
-    RIG_WITH(r, MT_F32, 0, 0, none);
-    put_value(&r, MT_F32, 0, MT_GRAD_SET, 2.0f);
-    CHECK(grad_is(&r, MT_F32, 0, 2.0f));
-    CHECK_EQ(mt_offload_has(r.o, 0, 0, MT_GRAD_COUNTED), 0);
-}
-
 TEST(sumsq_counts_from_put_to_forget)
 {
     RIG(r, MT_F32, 3, 200);
@@ -397,9 +386,6 @@ TEST(refusals_name_the_unit_and_change_nothing)
     item.param = 0;
     CHECK_EQ(mt_offload_put(r.o, 1, &item, 1, r.t.run, &ticket), MT_EINVAL);
     item.src = r.src[0];
-    item.mode = MT_GRAD_ADD;
-    CHECK_EQ(mt_offload_put(r.o, 1, &item, 1, r.t.run, &ticket), MT_ENOTSUP);
-    item.mode = MT_GRAD_SET;
     CHECK_OK(mt_store_set_trainable(r.t.store, 2, 0, 0));
     CHECK_EQ(mt_offload_put(r.o, 2, &item, 1, r.t.run, &ticket), MT_EINVAL);
     CHECK_EQ(ticket, 99);

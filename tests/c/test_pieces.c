@@ -42,7 +42,7 @@ static void sheet_open(sheet *s, uint64_t seed)
     s->how = (mt_cut){ .planes = s->planes, .align = seed % 2 ? MT_PART_ALIGN : 4096,
                        .budget = (size_t)(32 + random_below(&seed, 60)) * 4096,
                        .grain = 128 << random_below(&seed, 6), .most = seed % 3 ? 0 : 3,
-                       .spacing = seed % 5 ? 0 : 4096 };
+                       .spacing = seed % 5 ? MT_PART_ALIGN : 4096 };
     REQUIRE_OK(mt_pieces_cut(s->t.store, s->unit, &s->how, &s->p));
     REQUIRE(posix_memalign((void **)&s->mem, 4096, s->how.budget) == 0);
     REQUIRE((s->parts = calloc((size_t)s->p->most + 1, sizeof *s->parts)) != NULL);
@@ -72,7 +72,7 @@ static void mark(const sheet *s, const mt_piece *piece, const mt_part *k, unsign
         if (k->at[p] == NULL)
             continue;
         CHECK_EQ(at % MT_PART_ALIGN, 0);
-        if (p == MT_PLANE_HI && s->how.spacing > 0 && k->from == 0)
+        if (p == MT_PLANE_HI && k->from == 0)
             CHECK_EQ(at % s->how.spacing, 0);
         REQUIRE(at + n <= piece->bytes);
         CHECK_EQ(at < piece->weights, p == MT_PLANE_HI);
