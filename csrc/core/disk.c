@@ -376,7 +376,7 @@ static buffer *find_room(const mt_disk *d, int unit)
 
     for (int i = 0; k == NULL && i < r->n; i++) {
         buffer *b = r->buffers[i];
-        int     e = unit == f->unit ? f->n_expected : 0;
+        int     e = unit == f->unit ? f->n_expected : 0;     /* to it all others give way */
 
         if (b->at != READY || unit_of(b) == f->unit)
             continue;

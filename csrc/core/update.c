@@ -351,7 +351,7 @@ static mt_status run_all(mt_updater *u, const work *w, mt_status st, float clip,
     double total = 0;
     int    clipped = w->max_norm > 0, skip_all = clipped && r->skipped > 0, finite, known;
 
-    for (int turn = 0; turn < 3; turn++)
+    for (int turn = 0; turn < 3; turn++)     /* the device and the drive start before the pool */
         for (int i = 0; i < w->n; i++) {
             job *b = &w->jobs[i];
 

@@ -8,6 +8,7 @@
 #include "shards.h"
 
 #include "../core/arena.h"
+#include "../core/clock.h"
 #include "../core/forks.h"
 #include "../core/worker.h"
 #include "sum.h"
@@ -621,23 +622,10 @@ fail:
 
 /* ---- wait and close ----------------------------------------------------------------------- */
 
-static struct timespec from_now(double seconds)
-{
-    struct timespec t;
-
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    t.tv_sec += (time_t)seconds;
-    t.tv_nsec += (long)((seconds - (double)(time_t)seconds) * 1e9);
-    if (t.tv_nsec >= 1000000000L) {
-        t.tv_nsec -= 1000000000L;
-        t.tv_sec++;
-    }
-    return t;
-}
-
 mt_status mt_shards_wait(mt_shards *w, double seconds, uint64_t *bytes, int *over)
 {
-    struct timespec until = from_now(seconds);
+    uint64_t        end = mt_now_ns() + (uint64_t)(seconds * 1e9);
+    struct timespec until = { (time_t)(end / 1000000000u), (long)(end % 1000000000u) };
     mt_status       st;
 
     mt_lock(&w->mu);
