@@ -112,14 +112,6 @@ mt_status mt_arrive_sizes(mt_resident *r, int unit, size_t most, size_t **bytes,
 
 /* ---- copies: under mu ------------------------------------------------------------------- */
 
-static int among(int param, const int *params, int n)
-{
-    for (int i = 0; i < n; i++)
-        if (params[i] == param)
-            return 1;
-    return 0;
-}
-
 static void nothing(void *arg)
 {
     (void)arg;
@@ -155,7 +147,11 @@ static mt_status put_copies(mt_resident *r, mt__settled *h, const int *params, i
     mt_timeline_begin(r->cx->timeline, &span, MT_LANE_THROUGH, up ? MT_WORK_FETCH : MT_WORK_OFFLOAD,
                       h->unit, r->guests);
     for (int i = 0; i < h->n && st == MT_OK; i++) {
-        if (params != NULL && !among(h->parts[i].param, params, n))
+        int asked = params == NULL;
+
+        for (int k = 0; k < n && !asked; k++)
+            asked = params[k] == h->parts[i].param;
+        if (!asked)
             continue;
         st = mt_part_copy(r->store, h->unit, &h->parts[i], planes, r->guests, up, copied);
         if (st == MT_OK && !up)

@@ -424,19 +424,6 @@ int mt_mirror_release_apart(mt_store *s, int unit)
 
 /* ---- readers ------------------------------------------------------------------------------ */
 
-/* Nobody is behind the door who could take away what is here, and all of it is. */
-static int is_here(mt_store *s, int unit, unsigned planes, int claims)
-{
-    mt__unit *u = mt__unit_at(s, unit);
-    int       here;
-
-    MT_HOLD(&s->mirror_mu);
-    here = !u->mirror.busy && which(u, -1, planes, IS(STALE) | IS(TORN)) == 0;
-    if (here && claims)
-        u->mirror.claimed |= planes & planes_of(u);
-    return here;
-}
-
 /* Behind the door. Memory first: pages by the gigabyte take their time, so they are made under no
  * lock. */
 static mt_status load(mt_store *s, int unit, unsigned planes, int claims)
@@ -470,13 +457,20 @@ static mt_status load(mt_store *s, int unit, unsigned planes, int claims)
  * that is announced. */
 static mt_status bring_own(mt_store *s, int unit, unsigned planes, int claims)
 {
-    const mt__unit *u = mt__unit_or_none(s, unit);
-    const mt_home  *h = home_of(u);
-    mt_status       st;
+    mt__unit      *u = mt__unit_at(s, unit);
+    const mt_home *h = home_of(u);
+    int            here;
+    mt_status      st;
 
     if (planes & h->visit && h->wait != NULL)
         MT_DO(h->wait(u->home_of, unit, planes & h->visit));
-    if (is_here(s, unit, planes, claims))
+    MT_WITH(&s->mirror_mu) {
+        /* Nobody is behind the door who could take away what is here, and all of it is. */
+        here = !u->mirror.busy && which(u, -1, planes, IS(STALE) | IS(TORN)) == 0;
+        if (here && claims)
+            u->mirror.claimed |= planes & planes_of(u);
+    }
+    if (here)
         return MT_OK;
     MT_DO(mt_mirror_enter(s, unit));
     st = load(s, unit, planes, claims);
