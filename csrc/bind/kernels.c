@@ -1,7 +1,7 @@
 /* kernels.c — functions on plain host addresses: for tests, benchmarks, and parameters that are
  * not streamed. Addresses are ints; the caller keeps the memory alive. All run without the GIL. */
 #include "bind.h"
-#include "../core/numa.h"
+#include "../core/arena.h"
 #include "../optim/adam.h"
 #include <stdlib.h>
 
