@@ -609,7 +609,7 @@ static PyObject *put_items(mt_engine *e, int unit, PyObject *tuple, uintptr_t ha
     return st == MT_OK ? PyLong_FromUnsignedLongLong(ticket) : mt_raise(e->error, st);
 }
 
-PyObject *mt_engine_put(PyObject *self, PyObject *const *args, Py_ssize_t n)
+PyObject *mt_engine_offload(PyObject *self, PyObject *const *args, Py_ssize_t n)
 {
     uintptr_t  handle;
     int        unit;
