@@ -669,7 +669,7 @@ TEST(open_refuses_buffers_that_hold_nothing)
     CHECK_EQ(mt_disk_open(&w.cx, mt_file_blocks(w.file), NULL, 1, BUFFER - 4096, &d), MT_EINVAL);
     CHECK_EQ(mt_disk_open(&w.cx, mt_file_blocks(w.file), NULL, 1, BUFFER + 1, &d), MT_EINVAL);
     CHECK_EQ(mt_disk_open(&w.cx, mt_file_blocks(w.file), NULL, 1 << 20, (size_t)1 << 50, &d),
-             MT_EINVAL);
+             MT_ENOMEM);
     mt_disk_close(NULL);
 }
 
