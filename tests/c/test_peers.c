@@ -1832,11 +1832,14 @@ static void *odd_step(void *arg)
 
     for (int u = 0; u < UNITS; u++) {
         hand_over(o->r, u, 0);
-        if (o->forgets)
-            mt_offload_forget(o->r->o, u);
         j[u] = (unit_job){ .r = o->r, .unit = u, .params = { 0, 1, 2, 4 }, .n = 4 };
         jobs[u] = (mt_update_job){ .unit = u, .n_params = 4, .params = j[u].params,
                                    .run = o->update, .arg = &j[u], .alike = o->alike };
+    }
+    for (int u = 0; u < UNITS && o->forgets; u++) {      /* not before the other is in its step */
+        while (mt_share_said(o->r->cx.share, MT_COUNT_SUBMITTED, 1 - o->r->rank) == 0)
+            usleep(1000);
+        mt_offload_forget(o->r->o, u);
     }
     CHECK_OK(mt_update_submit(o->r->u, jobs, o->n_jobs, o->max_norm, o->r->run, &ticket));
     o->st = mt_update_drain(o->r->u);
