@@ -5,8 +5,8 @@
  * order, and nobody else looks at them. Weights stay too, unless memory is too short even for them:
  * then each fetch reads them.
  *
- *   on disk  of a unit: its state planes (MT_STATE_PLANES), and perhaps HI, are in the file, as
- *            layout.h says. Host memory mirrors them (mirror.h)
+ *   on disk  of a unit: its state planes (MT_STATE_PLANES), and perhaps HI, are in the file, piece
+ *            by piece (pieces.h), with a sum for each block. Host memory mirrors them (mirror.h)
  *   piece    what one buffer of the ring holds of a unit. One is updated, those before are written,
  *            those after are read, as far ahead as there are buffers; also while nothing is
  *            updated, so that a step's first pieces are there
@@ -66,11 +66,13 @@
 #ifndef MT_DISK_H
 #define MT_DISK_H
 
-#include "layout.h"
+#include "blocks.h"
 #include "mirror.h"
 
 #define MT_DISK_LEAST ((size_t)64 << 10) /* bytes of a buffer, which are a multiple of
                                           * MT_BLOCK_ALIGN */
+
+#define MT_DISK_GRAIN 4096               /* elements: a part begins at a multiple of so many */
 
 typedef struct mt_disk mt_disk;
 

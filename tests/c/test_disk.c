@@ -157,7 +157,7 @@ static mt_status update_parts(void *arg, mt_pool *pool, const mt_part *parts, in
 
         for (int p = 0; p < e->n; p++)
             ours |= e->params[p] == k->param;
-        CHECK_EQ(k->from % MT_LAYOUT_GRAIN, 0);
+        CHECK_EQ(k->from % MT_DISK_GRAIN, 0);
         if (!ours)
             continue;
         hi = hi != NULL ? hi : plane(e->w, e->unit, k->param, MT_PLANE_HI) + k->from;
