@@ -131,7 +131,7 @@ TEST(pieces_are_full)
 {
     mt_param_desc d = { MT_BF16, 100000, 1 };
     unsigned      planes = HI | MT_STATE_PLANES;
-    mt_cut        how = { &planes, 65536, MT_PART_ALIGN, 128, 0, 0 };
+    mt_cut        how = { &planes, 65536, MT_PART_ALIGN, 128, 0, MT_PART_ALIGN };
     const size_t  grain = 128 * (2 + 2 + 1 + 1) + 8;     /* with its scales */
     mt_pieces    *p;
 
@@ -152,7 +152,7 @@ TEST(weights_lie_as_in_their_plane)
 {
     mt_param_desc d[3] = { { MT_BF16, 300, 1 }, { MT_F32, 5000, 1 }, { MT_BF16, 7, 1 } };
     unsigned      planes[3] = { HI | MT_STATE_PLANES, HI | MT_STATE_PLANES, HI | MT_STATE_PLANES };
-    mt_cut        how = { planes, 65536, 4096, 4096, 0, 0 };
+    mt_cut        how = { planes, 65536, 4096, 4096, 0, MT_PART_ALIGN };
     mt_pieces    *p;
 
     TOY(t, 0, 1, 0);
@@ -176,7 +176,7 @@ TEST(a_budget_below_a_grain_is_refused)
 {
     mt_param_desc d = { MT_F32, 5000, 1 };
     unsigned      planes = MT_STATE_PLANES;
-    mt_cut        how = { &planes, 4096, MT_PART_ALIGN, 1024, 0, 0 };
+    mt_cut        how = { &planes, 4096, MT_PART_ALIGN, 1024, 0, MT_PART_ALIGN };
     mt_pieces    *p = NULL;
 
     TOY(t, 0, 1, 0);
