@@ -280,17 +280,8 @@ static mt_status waited(mt_store *s, const mt__unit *u, mt_status st)
                   : waited(s, u, MT__LEDGER_UNTIL(s, over, u->name, awaits));                      \
     })
 
-static _Thread_local int i_save;
-
-void mt_ledger_i_save(int on)
-{
-    i_save = on;
-}
-
 mt_status mt_ledger_wait_updates(mt_store *s, int unit)
 {
-    if (i_save && mt_ledger_saving(s, unit))
-        return mt_ledger_check(s);
     return WAIT_UNTIL(s, unit, u, is_updated(u), "its update");
 }
 

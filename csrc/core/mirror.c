@@ -324,10 +324,10 @@ static mt_status ask(mt_store *s, int unit, unsigned planes, int claims)
     return st;
 }
 
-static mt_status wait_for(mt_store *s, int unit, unsigned planes)
+static mt_status wait_for(mt_store *s, int unit, unsigned planes, int updates)
 {
     if (planes & ~(1u << MT_PLANE_GRAD))
-        MT_DO(mt_ledger_wait_updates(s, unit));
+        MT_DO(updates ? mt_ledger_wait_updates(s, unit) : mt_ledger_check(s));
     if (planes & 1u << MT_PLANE_GRAD)
         MT_DO(mt_ledger_wait_grads(s, unit));
     return MT_OK;
@@ -501,7 +501,7 @@ static mt_status bring(mt_store *s, int unit, unsigned planes, int claims, int a
     mt_status          st;
 
     if (own != 0) {
-        MT_DO(wait_for(s, unit, own));
+        MT_DO(wait_for(s, unit, own, claims));
         MT_DO(bring_own(s, unit, own, claims));
     }
     if (!all || s->share == NULL || a.u == NULL)
@@ -516,7 +516,7 @@ static mt_status bring(mt_store *s, int unit, unsigned planes, int claims, int a
     mt_unlock(&s->mirror_mu);
     if (a.planes == 0)
         return MT_OK;
-    MT_DO(wait_for(s, unit, a.planes));
+    MT_DO(wait_for(s, unit, a.planes, claims));
     mt_lock(&s->ledger.mu);
     /* Hand-overs change gradients, and updates all else. What waits for a save to copy it has not
      * changed yet. */
@@ -568,7 +568,7 @@ mt_status mt_mirror_push(mt_store *s, int unit, int param, unsigned planes)
         return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d", mt_store_name(s, unit),
                        param, mt_store_params(s, unit));
     now = planes & ~home_of(mt__unit_at(s, unit))->later;
-    MT_DO(wait_for(s, unit, planes));
+    MT_DO(wait_for(s, unit, planes, 1));
     MT_DO(mt_mirror_enter(s, unit));
     mt_mirror_tell(s, unit, param, planes, MT_MIRROR_SET);
     if (now != 0)

@@ -343,7 +343,9 @@ TEST(memory_that_a_save_reads_is_not_evicted)
     HOME(&at_once);
     change(M, 5);
     CHECK_OK(mt_ledger_save_begin(home.s, home.unit));
+    mt_ledger_update_begin(home.s, home.unit);   /* it waits for the save, which does not for it */
     CHECK_OK(mt_mirror_peek(home.s, home.unit, M));
+    mt_ledger_update_end(home.s, home.unit);
     pthread_t thread = thread_start(evicts, &st);
     UNTIL(mt_ledger_wanted(home.s) == home.unit);
     sleep_ms(5);

@@ -1385,7 +1385,6 @@ static void *save_beside_a_step(void *arg)
     for (int u = 0; u < UNITS; u++)
         hand_over(r, u, 0);
     submit(r, jobs, &ticket);
-    mt_ledger_i_save(1);
     for (int u = UNITS - 1; u >= 0; u--) {
         copied = read_all(r, u, 1);
         CHECK_EQ(memcmp(copied, before[u], (size_t)r->fills), 0);
@@ -1395,7 +1394,6 @@ static void *save_beside_a_step(void *arg)
         CHECK_OK(mt_ledger_wait_saved(r->cx.store, u));
         CHECK_OK(mt_mirror_release(r->cx.store, u));
     }
-    mt_ledger_i_save(0);
     meet(r);
     CHECK_EQ(mt_store_bytes(r->cx.store, MT_PLANE_M), 0);
     meet(r);                             /* nobody reads before */
