@@ -66,6 +66,8 @@ int mt_arg_tuple(PyObject *o);           /* PyArg_ParseTuple takes nothing else 
 extern PyMethodDef mt_kernel_methods[];
 extern PyMethodDef mt_disk_methods[];    /* engine_disk.c */
 extern PyMethodDef mt_walk_methods[];    /* simulate.c */
+extern PyMethodDef mt_share_methods[];   /* engine_store.c */
+extern PyMethodDef mt_save_methods[];    /* engine_save.c */
 extern PyMethodDef mt_relay_methods[];   /* engine_relay.c */
 PyObject *mt_py_register_ops(PyObject *module, PyObject *unused);
 
@@ -120,6 +122,7 @@ typedef struct mt_engine {
     mt_stream_stats before;  /* of streams that were closed */
     struct mt_saving *saving;/* NULL while nothing is saved: engine_save.c */
     mt_adopted *adopted;     /* [n_adopted] torch's streams, wrapped once each */
+    int64_t     adopted_room;
     int         n_adopted;
     mt_mutex    door;        /* offload and update are entered by one thread at a time */
     int         busy;        /* calls that have let go of the GIL */
@@ -187,61 +190,21 @@ mt_queue *mt_engine_queue(mt_engine *e, uintptr_t handle);   /* NULL with an exc
         (void)mt_watch_asks(NULL);                          \
     } while ((st) == MT_EINTR && PyErr_CheckSignals() == 0)
 
-/* Methods, by the noun they belong to. */
-#define MT_METHOD(name)   PyObject *mt_engine_##name(PyObject *self, PyObject *args)
-#define MT_FASTCALL(name) \
-    PyObject *mt_engine_##name(PyObject *self, PyObject *const *args, Py_ssize_t n)
+#define METHOD(name, sig, doc)  PyObject *mt_engine_##name(PyObject *self, PyObject *args);
+#define NOARGS(name, sig, doc)  METHOD(name, sig, doc)
+#define ONE(name, sig, doc)     METHOD(name, sig, doc)
+#define FAST(name, sig, doc) \
+    PyObject *mt_engine_##name(PyObject *self, PyObject *const *args, Py_ssize_t n);
+#define KEYWORD(name, sig, doc) \
+    PyObject *mt_engine_##name(PyObject *self, PyObject *args, PyObject *kw);
+#include "methods.h"
+#undef METHOD
+#undef NOARGS
+#undef ONE
+#undef FAST
+#undef KEYWORD
 
-/* engine_store.c: store and ledger */
-PyObject *mt_engine_add_unit(PyObject *self, PyObject *args, PyObject *kw);
-MT_METHOD(set_trainable); MT_METHOD(hi_bytes); MT_METHOD(offset);
-MT_METHOD(portions); MT_METHOD(owned); MT_METHOD(spread); MT_METHOD(gone); MT_METHOD(stay);
-MT_METHOD(fail); MT_METHOD(relay);
-PyObject *mt_engine_plane(PyObject *self, PyObject *args, PyObject *kw);
-extern PyMethodDef mt_share_methods[];
-MT_METHOD(version); MT_METHOD(touch); MT_METHOD(wait_updates);
-MT_METHOD(wait_grads); MT_METHOD(wait_fetch); MT_METHOD(check); MT_METHOD(watchdog);
-MT_METHOD(set_states); MT_METHOD(pass_gradients); MT_METHOD(lend_most);
-MT_METHOD(through); MT_METHOD(invite); MT_METHOD(dismiss); MT_METHOD(lift_sizes);
-MT_METHOD(lift); MT_METHOD(leave); MT_METHOD(bring); MT_METHOD(push);
-MT_METHOD(device_bytes); MT_METHOD(reserved_bytes); MT_METHOD(updated);
-PyObject *mt_engine_host_bytes(PyObject *self, PyObject *args, PyObject *kw);
-MT_METHOD(unlocked); MT_METHOD(lock_limit);
-
-/* engine_disk.c: units on disk */
-PyObject *mt_engine_disk(PyObject *self, PyObject *args, PyObject *kw);
-MT_METHOD(disk_file); MT_METHOD(disk_unname);
-
-/* engine_save.c: planes to files, and back */
-PyObject *mt_engine_save_begin(PyObject *self, PyObject *args, PyObject *kw);
-MT_METHOD(save_wait); MT_METHOD(save_end); MT_METHOD(wait_saved); MT_METHOD(take);
-void mt_saving_close(mt_engine *e);      /* gives up what is not over */
-extern PyMethodDef mt_save_methods[];
-
-/* engine_run.c: stream and offload */
-MT_METHOD(open_slots); MT_METHOD(close_slots);
-MT_METHOD(cut); MT_METHOD(settle); MT_METHOD(settled); MT_METHOD(unsettle);
-MT_METHOD(slot_name); MT_METHOD(reach);
-MT_METHOD(ready); MT_METHOD(gathered); MT_METHOD(bounds);
-MT_METHOD(meeting); MT_METHOD(away); MT_METHOD(met); MT_METHOD(astray);
-MT_METHOD(begin); MT_METHOD(kick); MT_METHOD(schedule); MT_METHOD(stats);
-MT_METHOD(land); MT_METHOD(passed); MT_METHOD(drain); MT_METHOD(forget);
-MT_FASTCALL(acquire); MT_FASTCALL(find); MT_FASTCALL(put);
-PyObject *mt_engine_debug(PyObject *self, PyObject *args, PyObject *kw);
-
-/* engine_swap.c: what windows keep in host memory, or in a file */
-MT_METHOD(swap_out); MT_METHOD(swap_left); MT_METHOD(swap_back); MT_METHOD(swap_await);
-MT_METHOD(swap_drop); MT_METHOD(swap_bytes); MT_METHOD(swap_file);
-PyObject *mt_engine_swap_disk(PyObject *self, PyObject *args, PyObject *kw);
-
-/* engine_trace.c: the timeline */
-MT_METHOD(trace); MT_METHOD(timeline); MT_METHOD(step_mark);
-MT_METHOD(span); MT_METHOD(span_end);
-MT_FASTCALL(compute_begin); MT_FASTCALL(compute_end);
-
-/* engine_adam.c: updates */
-PyObject *mt_engine_adam(PyObject *self, PyObject *args, PyObject *kw);
-MT_METHOD(norm);
+void mt_saving_close(mt_engine *e);      /* engine_save.c: gives up what is not over */
 
 /* ---- view ---- */
 

@@ -27,6 +27,7 @@ typedef struct adam_job {
     mt_store   *store;
     mt_resident *residents;  /* NULL: the unit is not settled */
     int         unit;
+    int         alone;       /* no other process owns a portion of it */
     int         n;
     int        *params;      /* [n], for the updater */
     adam_param *p;           /* [n] */
@@ -95,7 +96,7 @@ static double job_sumsq(void *arg, mt_pool *pool, int i, double *chunks, int *us
     mt_dtype          dtype;
     int64_t           from, n = own(j, p, &from);
 
-    *use = on_host(p) && (chunks != NULL || mt_store_owners(j->store, j->unit) == 1);
+    *use = on_host(p) && (chunks != NULL || j->alone);
     if (!*use || own_gradient(j, p, &grad, &dtype) != MT_OK)
         return 0.0;
     if (chunks == NULL)
@@ -179,7 +180,7 @@ static mt_status job_run(void *arg, mt_pool *pool, float clip)
 
 static size_t lifted_bytes(const mt_adam_tensor *t)
 {
-    return ((size_t)t->n * mt_dtype_bytes(t->grad_dtype) + 511) / 512 * 512;
+    return mt_round_up((size_t)t->n * mt_dtype_bytes(t->grad_dtype), 512);
 }
 
 /* Gradients in host memory go up, in the queue and before the update that reads them. */
@@ -296,14 +297,15 @@ static mt_status put_guest(const adam_job *j, mt_queue *q, float clip, const mt_
 
 static mt_status job_put(void *arg, mt_queue *q, float clip)
 {
-    const adam_job       *j = arg;
-    const mt_part *parts;
-    mt_adam_tensor       *t MT_FREED = NULL;
-    int                   n_parts, guest;
-    mt_status             st = mt_resident_parts(j->residents, j->unit, &parts, &n_parts, &guest);
+    const adam_job *j = arg;
+    const mt_part  *parts;
+    mt_adam_tensor *t MT_FREED = NULL;
+    int             n_parts;
 
-    if (st != MT_OK || guest)
-        return st != MT_OK ? st : put_guest(j, q, clip, parts, n_parts);
+    if (mt_arrive_invited(j->residents, j->unit)) {
+        MT_DO(mt_arrive_parts(j->residents, j->unit, &parts, &n_parts));
+        return put_guest(j, q, clip, parts, n_parts);
+    }
     MT_DO(list_of(j, &t, tensor_of));
     MT_DO(lift(j, q, t));
     return mt_adam_put(q, t, j->n, clip);
@@ -463,6 +465,7 @@ static adam_job *job_of(mt_engine *e, int unit, PyObject *entries)
     j->store = e->cx.store;
     j->residents = mt_store_home(e->cx.store, unit, NULL)->at != NULL ? e->cx.residents : NULL;
     j->unit = unit;
+    j->alone = e->cx.share == NULL;
     j->n = n;
     for (int i = 0; i < j->n; i++) {
         if (param_of(e, unit, PyTuple_GetItem(entries, i), &j->p[i]) < 0) {

@@ -30,7 +30,6 @@ static mt_status disk_open(mt_engine *e, const disk_wish *w)
     mt_file  *file = NULL;
     mt_pool  *pool = NULL;
     mt_disk  *disk = NULL;
-    mt_feed  *feed = NULL;
     mt_status st;
 
     MT_TRY(mt_file_open(w->path, w->limit, w->threads, NULL, &file));
@@ -43,7 +42,7 @@ static mt_status disk_open(mt_engine *e, const disk_wish *w)
         MT_TRY(mt_disk_add(disk, w->units[added], added < w->n_weights));
     MT_TRY(mt_file_reserve(file, mt_disk_need(disk)));
     if (w->n_weights > 0)
-        MT_TRY(mt_feed_open(&e->cx, (size_t)w->n_buffers * (size_t)w->bytes, &feed));
+        MT_TRY(mt_feed_open(disk, (size_t)w->n_buffers * (size_t)w->bytes));
     e->file = file;
     e->disk_pool = pool;
     return MT_OK;
@@ -52,7 +51,6 @@ fail:
     while (added-- > 0)
         /* nothing of it was asked for yet */
         (void)mt_store_move(e->cx.store, w->units[added], &mt_home_ram, NULL);
-    mt_feed_close(feed);
     mt_disk_close(disk);
     mt_file_close(file);
     mt_pool_close(pool);

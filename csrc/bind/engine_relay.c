@@ -54,7 +54,7 @@ PyObject *mt_engine_relay(PyObject *self, PyObject *Py_UNUSED(unused))
 static PyObject *fail(PyObject *module, const relay *r, mt_status st)
 {
     mt_ledger_fault(r->memory->store, st, mt_last_error());
-    return mt_raise(((mt_state *)PyModule_GetState(module))->error, st);
+    return mt_raise(mt_error_of(module), st);
 }
 
 /* Of the device: (address, bytes). */
@@ -105,7 +105,7 @@ static relay *parcel_from(PyObject *module, PyObject *args, const char *format, 
         (r = PyCapsule_GetPointer(capsule, RELAY_NAME)) == NULL)
         return NULL;
     if (n != (Py_ssize_t)sizeof *p)
-        return (relay *)(void *)PyErr_Format(((mt_state *)PyModule_GetState(module))->error,
+        return (relay *)(void *)PyErr_Format(mt_error_of(module),
                                              "a parcel has %zu bytes", sizeof *p);
     memcpy(p, bytes, sizeof *p);
     return r;

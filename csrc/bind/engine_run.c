@@ -609,7 +609,7 @@ static PyObject *put_items(mt_engine *e, int unit, PyObject *tuple, uintptr_t ha
     return st == MT_OK ? PyLong_FromUnsignedLongLong(ticket) : mt_raise(e->error, st);
 }
 
-PyObject *mt_engine_put(PyObject *self, PyObject *const *args, Py_ssize_t n)
+PyObject *mt_engine_offload(PyObject *self, PyObject *const *args, Py_ssize_t n)
 {
     uintptr_t  handle;
     int        unit;
@@ -685,9 +685,12 @@ PyObject *mt_engine_forget(PyObject *self, PyObject *args)
 PyObject *mt_engine_debug(PyObject *self, PyObject *args, PyObject *kw)
 {
     static char *names[] = { "skip", "poison", "sync", NULL };
-    mt_debug     d = { 0 };
+    unsigned     skip = 0;
+    int          poison = 0, sync = 0;
 
-    MT_KEYWORDS(e, names, "|Ipp:debug", &d.skip, &d.poison, &d.sync);
-    mt_debug_set(&e->cx, d);
+    MT_KEYWORDS(e, names, "|Ipp:debug", &skip, &poison, &sync);
+    e->cx.debug.skip = skip;
+    e->cx.debug.poison = poison;
+    e->cx.debug.sync = sync;
     Py_RETURN_NONE;
 }

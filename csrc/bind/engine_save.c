@@ -161,7 +161,6 @@ static mt_status begin_unit(void *arg, int unit)
 {
     const mt_saving *g = arg;
 
-    mt_ledger_i_save(1);
     mt_watch_i_am("save");
     return mt_mirror_peek(g->e->cx.store, unit, g->planes[unit]);
 }

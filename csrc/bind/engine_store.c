@@ -46,7 +46,7 @@ static PyObject *share_new(PyObject *module, PyObject *Py_UNUSED(unused))
     mt_status st = mt_share_make(&fd);
 
     if (st != MT_OK)
-        return mt_raise(((mt_state *)PyModule_GetState(module))->error, st);
+        return mt_raise(mt_error_of(module), st);
     return PyLong_FromLong(fd);
 }
 
@@ -117,17 +117,13 @@ PyObject *mt_engine_portions(PyObject *self, PyObject *args)
 {
     int        unit;
     size_t    *at;
-    mt_portion p;
     PyObject  *out;
 
     MT_ENGINE(e, "O&:portions", mt_as_unit, &unit);
     if ((at = calloc((size_t)e->ranks + 1, sizeof *at)) == NULL)
         return PyErr_NoMemory();
-    for (int k = 0; k < e->ranks; k++) {
-        (void)mt_portion_of(e->cx.store, unit, k, e->ranks, &p);
-        at[k] = mt_portion_byte(e->cx.store, unit, p.begin);
-        at[k + 1] = mt_portion_byte(e->cx.store, unit, p.end);
-    }
+    for (int k = 0; k < e->ranks; k++)
+        (void)mt_portion_bytes(e->cx.store, unit, k, e->ranks, &at[k], &at[k + 1]);
     out = mt_tuple_of(at, e->ranks + 1);
     free(at);
     return out;
@@ -408,16 +404,6 @@ PyObject *mt_engine_dismiss(PyObject *self, PyObject *args)
                              ? mt_arrive_dismiss(e->cx.residents, unit) : MT_OK);
 }
 
-/* 0, or -1 with an exception: the unit is no guest. */
-static int is_guest(mt_engine *e, int unit)
-{
-    if (mt_arrive_invited(e->cx.residents, unit))
-        return 0;
-    PyErr_Format(e->error, "unit %d (%s): its states do not come and leave; invite() it first",
-                 unit, mt_store_name(e->cx.store, unit));
-    return -1;
-}
-
 PyObject *mt_engine_lift_sizes(PyObject *self, PyObject *args)
 {
     int       unit, n;
@@ -426,8 +412,6 @@ PyObject *mt_engine_lift_sizes(PyObject *self, PyObject *args)
     mt_status st;
 
     MT_ENGINE(e, "O&:lift_sizes", mt_as_unit, &unit);
-    if (is_guest(e, unit) < 0)
-        return NULL;
     if ((st = mt_arrive_sizes(e->cx.residents, unit, PIECE_BYTES, &bytes, &n)) != MT_OK)
         return mt_raise(e->error, st);
     out = mt_tuple_of(bytes, n);
@@ -449,7 +433,7 @@ PyObject *mt_engine_lift(PyObject *self, PyObject *args)
     mt_status st;
 
     MT_ENGINE(e, "O&OO&:lift", mt_as_unit, &unit, &sequence, mt_as_queue, &run);
-    if (is_guest(e, unit) < 0 || (tuple = PySequence_Tuple(sequence)) == NULL)
+    if ((tuple = PySequence_Tuple(sequence)) == NULL)
         return NULL;
     n = (int)PyTuple_Size(tuple);
     mem = mt_arg_list(tuple, sizeof *mem, address_from, NULL);
@@ -468,8 +452,6 @@ PyObject *mt_engine_leave(PyObject *self, PyObject *args)
     mt_status st;
 
     MT_ENGINE(e, "O&p:leave", mt_as_unit, &unit, &wait);
-    if (is_guest(e, unit) < 0)
-        return NULL;
     MT_UNLOCKED(e, st, mt_arrive_leave(e->cx.residents, unit, wait, &left));
     return st == MT_OK ? PyBool_FromLong(left) : mt_raise(e->error, st);
 }

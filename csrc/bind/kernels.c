@@ -1,16 +1,11 @@
 /* kernels.c — functions on plain host addresses: for tests, benchmarks, and parameters that are
  * not streamed. Addresses are ints; the caller keeps the memory alive. All run without the GIL. */
 #include "bind.h"
-#include "../core/numa.h"
+#include "../core/arena.h"
 #include "../optim/adam.h"
 #include <stdlib.h>
 
 #define MOST_PLANES 5     /* that a function here takes */
-
-static PyObject *error_of(PyObject *module)
-{
-    return ((mt_state *)PyModule_GetState(module))->error;
-}
 
 static const void *address(unsigned long long a) { return (const void *)(uintptr_t)a; }
 static void *writable(unsigned long long a) { return (void *)(uintptr_t)a; }
@@ -106,7 +101,7 @@ static PyObject *adam_call(PyObject *module, PyObject *sequence, float clip, int
     Py_END_ALLOW_THREADS
     free(t);
     if (st != MT_OK)
-        return mt_raise(error_of(module), st);
+        return mt_raise(mt_error_of(module), st);
     Py_RETURN_NONE;
 }
 
@@ -165,7 +160,7 @@ static PyObject *py_sumsq(PyObject *module, PyObject *args, PyObject *kw)
     Py_BEGIN_ALLOW_THREADS
     st = sumsq_run(dtype, address(a), n, threads, &sum);
     Py_END_ALLOW_THREADS
-    return st == MT_OK ? PyFloat_FromDouble(sum) : mt_raise(error_of(module), st);
+    return st == MT_OK ? PyFloat_FromDouble(sum) : mt_raise(mt_error_of(module), st);
 }
 
 /* A function of planes of n elements each, given by their addresses. */
@@ -203,7 +198,7 @@ static PyObject *planes_call(PyObject *module, PyObject *args, const planes_of *
     if (!ok)
         return NULL;
     if ((st = planes_check(f, a, n, low)) != MT_OK)
-        return mt_raise(error_of(module), st);
+        return mt_raise(mt_error_of(module), st);
     for (int i = 0; i < f->n_planes; i++)
         plane[i] = writable(a[i]);
     Py_BEGIN_ALLOW_THREADS

@@ -31,6 +31,7 @@
 #include "../core/dtype.h"
 #include "../core/pool.h"
 #include "../core/status.h"
+#include "../ops/gemm.h"
 
 #define MT_OP_DIMS 6
 #define MT_OP_ARGS 24
@@ -109,5 +110,12 @@ typedef struct mt_op_row {
 #define MT_OP_EXTERN_(room) extern const mt_op_row mt_ops_##room[];
 MT_OP_ROOMS(MT_OP_EXTERN_)
 #undef MT_OP_EXTERN_
+
+/* ops_gemm.c, for ops_fp8.c too: a product whose arguments are checked, on the device of the call.
+ * c = alpha * a @ b + beta * c, or + bias and base where there are codes. */
+mt_status mt_op_product_cpu(const mt_gemm *g, float alpha, float beta);
+/* like: c's argument. beta: of codes 1 where there is a base, else 0. */
+mt_status mt_op_product_cuda(const mt_op_call *c, const mt_op_arg *like, const mt_gemm *g,
+                             float alpha, float beta);
 
 #endif

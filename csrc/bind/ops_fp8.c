@@ -1,6 +1,6 @@
 /* ops_fp8.c — torch.ops.megatrain: codes of 8 bits, and their products. See ops/fp8.h, gemm.h. */
 #include "ops_check.h"
-#include "ops_gemm.h"
+#include "ops.h"
 #include "../ops/fp8.h"
 #include "../ops/fp8_glu.h"
 #ifdef MT_WITH_CUDA

@@ -1,5 +1,5 @@
 /* ops_gemm.c — torch.ops.megatrain.gemm_: c = alpha * a @ b + beta * c, see ops/gemm.h. */
-#include "ops_gemm.h"
+#include "ops.h"
 #ifdef MT_WITH_CUDA
 #include "ops_check.h"
 #include "../ops/fp8_cuda.h"

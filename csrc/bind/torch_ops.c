@@ -318,7 +318,7 @@ PyObject *mt_py_register_ops(PyObject *module, PyObject *unused)
     if (registered)
         Py_RETURN_NONE;
     if ((st = register_in()) != MT_OK)
-        return mt_raise(((mt_state *)PyModule_GetState(module))->error, st);
+        return mt_raise(mt_error_of(module), st);
     registered = 1;
     Py_RETURN_NONE;
 }

@@ -4,12 +4,16 @@
  * pages several times as fast as the driver does alone (which is why cudaHostAlloc is not used). */
 #include "arena.h"
 
-#include "lock.h"
 #include "forks.h"
-#include "numa.h"
+#include "lock.h"
 
+#include <errno.h>
+#include <linux/mempolicy.h>
+#include <pthread.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #define HUGE_BYTES  ((size_t)2 << 20)   /* a huge page on x86-64 and on arm64 with 4 KiB pages */
@@ -20,6 +24,103 @@
 #endif
 
 static _Alignas(512) char nothing[512]; /* where arenas of no bytes point; never read or written */
+
+/* ---- nodes: from sysfs, and by the kernel's own calls, without a library -------------------- */
+
+/* "0-3,8" */
+static void parse(const char *list, mt_nodes *out)
+{
+    unsigned long from, to;
+    int           used;
+
+    memset(out, 0, sizeof *out);
+    while (sscanf(list, "%lu%n", &from, &used) == 1) {
+        list += used;
+        to = from;
+        if (sscanf(list, "-%lu%n", &to, &used) == 1)
+            list += used;
+        for (; from <= to && from < MT_NODES; from++)
+            out->bits[from / MT_NODE_BITS] |= 1ul << from % MT_NODE_BITS;
+        list += *list == ',';
+    }
+}
+
+/* Leaves out what is not in a file's list; without the file nothing.
+ * prefix: of the line that has it. */
+static void keep_listed(const char *path, const char *prefix, mt_nodes *nodes)
+{
+    char     line[4096];
+    mt_nodes listed;
+    FILE    *f = fopen(path, "re");
+
+    if (f == NULL)
+        return;
+    while (fgets(line, sizeof line, f) != NULL) {
+        if (strncmp(line, prefix, strlen(prefix)) != 0)
+            continue;
+        parse(line + strlen(prefix), &listed);
+        for (size_t i = 0; i < sizeof nodes->bits / sizeof *nodes->bits; i++)
+            nodes->bits[i] &= listed.bits[i];
+        break;
+    }
+    (void)fclose(f);
+}
+
+void mt__nodes_read(const char *sys, const char *status, mt_nodes *out)
+{
+    static const char *const lists[] = { "online", "has_cpu", "has_memory" };
+    char path[4096];
+
+    memset(out, 0xff, sizeof *out);
+    for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) {
+        (void)snprintf(path, sizeof path, "%s/devices/system/node/%s", sys, lists[i]);
+        keep_listed(path, "", out);
+    }
+    keep_listed(status, "Mems_allowed_list:", out);
+    out->n = 0;
+    for (size_t i = 0; i < sizeof out->bits / sizeof *out->bits; i++)
+        out->n += __builtin_popcountl(out->bits[i]);
+    if (out->n == 0 || out->n == MT_NODES) {         /* nothing is known */
+        parse("0", out);
+        out->n = 1;
+    }
+}
+
+static mt_nodes here;                                /* written once */
+
+static void read_here(void)
+{
+    mt__nodes_read("/sys", "/proc/self/status", &here);
+}
+
+const mt_nodes *mt_nodes_here(void)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+    (void)pthread_once(&once, read_here);
+    return &here;
+}
+
+int mt__numa_place(const mt_nodes *nodes, void *p, size_t bytes)
+{
+    /* The kernel takes one bit less than it is told of. */
+    unsigned long bits = nodes != NULL ? (unsigned long)MT_NODES + 1 : 0;
+
+    return syscall(SYS_mbind, p, bytes, nodes != NULL ? MPOL_INTERLEAVE : MPOL_LOCAL,
+                   nodes != NULL ? nodes->bits : NULL, bits, 0u) == 0 ? 0 : errno;
+}
+
+/* Where there is a choice, and the user has made none. A wish: without it memory is just slower. */
+static void place(void *p, size_t bytes, int local)
+{
+    int mode = MPOL_DEFAULT;
+
+    if (mt_nodes_here()->n > 1 &&
+        syscall(SYS_get_mempolicy, &mode, NULL, 0ul, NULL, 0ul) == 0 && mode == MPOL_DEFAULT)
+        (void)mt__numa_place(local ? NULL : mt_nodes_here(), p, bytes);
+}
+
+/* ---- arenas ------------------------------------------------------------------------------- */
 
 static size_t page_bytes(void)
 {
@@ -74,7 +175,7 @@ static void touch_chunk(void *arg, int64_t chunk)
 
     /* The kernel makes huge pages of what may be one, whatever it does by itself with shared
      * memory: of blocks that begin in this chunk and end in the arena, once a page of each is
-     * there. That page says on which node of memory. Pages take turns among nodes (numa.h), and so
+     * there. That page says on which node of memory. Pages take turns among nodes (arena.h), and so
      * do blocks where the page is five further in each: 512 + 5 has no factor in common with
      * numbers of nodes. */
     for (; job->shared && HUGE_BYTES % job->page == 0 && huge < job->base + end &&
@@ -90,7 +191,7 @@ static size_t in_pages(size_t bytes)
 {
     size_t page = page_bytes();
 
-    return bytes <= SIZE_MAX - page ? (bytes + page - 1) / page * page : SIZE_MAX;
+    return bytes <= SIZE_MAX - page ? mt_round_up(bytes, page) : SIZE_MAX;
 }
 
 static mt_status no_memory(const char *what, size_t bytes, size_t mapped)
@@ -108,6 +209,7 @@ static mt_status map_reserved(mt_arena *a, size_t bytes, int flags, const mt_ran
     int      huge = whole >= 2 * HUGE_BYTES && HUGE_BYTES % page == 0;
     mt_arena made = { .base = nothing, .reserved = 1, .shared = r != NULL };
 
+    MT_ASSERT(r == NULL || r->bytes == bytes);
     if (bytes > 0) {
         made.base = whole < SIZE_MAX ? map_aligned(whole, huge ? HUGE_BYTES : page, flags)
                                      : MAP_FAILED;
@@ -121,7 +223,7 @@ static mt_status map_reserved(mt_arena *a, size_t bytes, int flags, const mt_ran
         made.n_alone = whole;
         mt_forks_private(made.base, whole);
         if (!own)
-            (void)mt_numa_place(made.base, whole, 0);   /* these two are wishes: else just slower */
+            place(made.base, whole, 0);
         if (huge)
             (void)madvise(made.base, whole, MADV_HUGEPAGE);
     }
@@ -130,14 +232,10 @@ static mt_status map_reserved(mt_arena *a, size_t bytes, int flags, const mt_ran
 }
 
 /* Most of its pages are never made, so the kernel need not promise them. */
-mt_status mt_arena_reserve(mt_arena *a, size_t bytes, const char *what, size_t mapped)
+mt_status mt_arena_reserve(mt_arena *a, size_t bytes, const mt_range *r, int own, const char *what,
+                           size_t mapped)
 {
-    return map_reserved(a, bytes, MAP_NORESERVE, NULL, 0, what, mapped);
-}
-
-mt_status mt_arena_range(mt_arena *a, const mt_range *r, int own, const char *what, size_t mapped)
-{
-    return map_reserved(a, r->bytes, MAP_NORESERVE, r, own, what, mapped);
+    return map_reserved(a, bytes, MAP_NORESERVE, r, own, what, mapped);
 }
 
 void mt_arena_part(mt_arena *a, const mt_arena *whole, size_t from, size_t bytes)
@@ -158,7 +256,7 @@ void mt_arena_keep(mt_arena *a, size_t from, size_t bytes)
     a->alone = begin;
     a->n_alone = end > begin ? end - begin : 0;
     if (a->shared && a->n_alone > 0 && a->kept < a->bytes)      /* the rest is others' */
-        (void)mt_numa_place((char *)a->base + a->alone, a->n_alone, 1);
+        place((char *)a->base + a->alone, a->n_alone, 1);
 }
 
 /* The first byte that is, or would be, committed. */

@@ -32,15 +32,16 @@ typedef struct mt_arena {
                               * that have nothing else */
 } mt_arena;
 
-/* Maps anonymous memory, spreads it over the nodes (numa.h), asks for huge pages where they pay,
+/* Maps anonymous memory, spreads it over the nodes, asks for huge pages where they pay,
  * touches every page on the pool (pool NULL: on this thread), and registers it with dev unless that
  * is NULL. what and mapped (bytes the caller has mapped already) are for the message of MT_ENOMEM.
  * bytes 0: nothing is mapped; base is an address that may be compared but not read. */
 mt_status mt_arena_open  (mt_arena *a, size_t bytes, mt_pool *pool, mt_dev *dev,
                           const char *what, size_t mapped);
-mt_status mt_arena_reserve(mt_arena *a, size_t bytes, const char *what, size_t mapped);
-/* The same of a range of a share. own: what is written there is this process's (mt_share_map). */
-mt_status mt_arena_range (mt_arena *a, const mt_range *r, int own, const char *what, size_t mapped);
+/* r NULL: anonymous memory; else a range of a share, of so many bytes. own: what is written there
+ * is this process's (mt_share_map). */
+mt_status mt_arena_reserve(mt_arena *a, size_t bytes, const mt_range *r, int own, const char *what,
+                           size_t mapped);
 /* Of one that is mapped: so many bytes from there on, in whole pages, as a reserved arena. It is
  * closed before that one. */
 void      mt_arena_part  (mt_arena *a, const mt_arena *whole, size_t from, size_t bytes);
@@ -56,5 +57,32 @@ void      mt_arena_decommit(mt_arena *a);
 /* Memory of dev for bytes from `from` on of what would begin at base. */
 mt_status mt_arena_device(mt_arena *a, size_t from, size_t bytes, mt_dev *dev, const char *what);
 void      mt_arena_close (mt_arena *a);            /* closed or zeroed: nothing to do */
+
+/* ---- nodes of memory, where a machine has several -------------------------------------------
+ * An update reads and writes 26 bytes per parameter by all cores, chunks taken as they come; a bus
+ * copies from wherever a page is. So no page has a right node, and what counts is that all nodes'
+ * memory works at once: pages of an arena take turns among the nodes. What one process of several
+ * alone updates is local: on the node of the thread that touches a page first, which is one of its
+ * own. Nodes without processors are left out: they are the memory of a GPU (GH200) or of an
+ * expander. Where the user has chosen a policy (numactl) it stays. Any thread.
+ */
+
+#define MT_NODES     1024
+#define MT_NODE_BITS (8 * sizeof(unsigned long))
+
+typedef struct mt_nodes {
+    unsigned long bits[MT_NODES / MT_NODE_BITS];
+    int           n;                 /* of bits that are set */
+} mt_nodes;
+
+/* The nodes with processors whose memory this process may use. n is at least 1. */
+const mt_nodes *mt_nodes_here(void);
+/* sys is where sysfs is mounted, status the file that says which memory we may use:
+ * tests bring their own. */
+void            mt__nodes_read(const char *sys, const char *status, mt_nodes *out);
+
+/* Before the first touch of [p, p + bytes), whole pages: spread over the nodes, or (NULL) local. 0,
+ * or why it was not done, as errno: then the kernel chooses, as it does on one node. */
+int             mt__numa_place(const mt_nodes *nodes, void *p, size_t bytes);
 
 #endif

@@ -112,14 +112,6 @@ mt_status mt_arrive_sizes(mt_resident *r, int unit, size_t most, size_t **bytes,
 
 /* ---- copies: under mu ------------------------------------------------------------------- */
 
-static int among(int param, const int *params, int n)
-{
-    for (int i = 0; i < n; i++)
-        if (params[i] == param)
-            return 1;
-    return 0;
-}
-
 static void nothing(void *arg)
 {
     (void)arg;
@@ -155,7 +147,11 @@ static mt_status put_copies(mt_resident *r, mt__settled *h, const int *params, i
     mt_timeline_begin(r->cx->timeline, &span, MT_LANE_THROUGH, up ? MT_WORK_FETCH : MT_WORK_OFFLOAD,
                       h->unit, r->guests);
     for (int i = 0; i < h->n && st == MT_OK; i++) {
-        if (params != NULL && !among(h->parts[i].param, params, n))
+        int asked = params == NULL;
+
+        for (int k = 0; k < n && !asked; k++)
+            asked = params[k] == h->parts[i].param;
+        if (!asked)
             continue;
         st = mt_part_copy(r->store, h->unit, &h->parts[i], planes, r->guests, up, copied);
         if (st == MT_OK && !up)
@@ -181,7 +177,7 @@ static mt_status put_lift(mt_resident *r, mt__settled *h, mt_part *parts, int n,
     MT_TRY(r->dev->ops->record(run, h->vacant));
     MT_TRY(mt_edge(r->cx, MT_EDGE_VACANT, r->guests, h->vacant));
     MT_TRY(put_copies(r, h, NULL, 0, MT_STATE_PLANES, 1, &h->bytes));
-    if (mt_syncs(r->cx))
+    if (r->cx->debug.sync)
         MT_TRY(r->dev->ops->sync_event(h->last));
     return MT_OK;
 
@@ -253,7 +249,7 @@ mt_status mt_arrive_leave(mt_resident *r, int unit, int wait, int *left)
 
 /* ---- what resident.c asks --------------------------------------------------------------- */
 
-mt_status mt__arrive_parts(const mt_resident *r, int unit, const mt_part **parts, int *n)
+mt_status mt_arrive_parts(const mt_resident *r, int unit, const mt_part **parts, int *n)
 {
     mt__settled *h;
 
@@ -272,7 +268,7 @@ mt_status mt__arrive_before(mt_resident *r, mt__settled *h, mt_queue *q)
     const mt_part *parts;
     int            n;
 
-    MT_DO(mt__arrive_parts(r, h->unit, &parts, &n));
+    MT_DO(mt_arrive_parts(r, h->unit, &parts, &n));
     /* LIFTED: also behind copies down of the update before, which this one would overtake. */
     return mt_edge(r->cx, MT_EDGE_LIFTED, q, h->last);
 }
@@ -286,7 +282,7 @@ mt_status mt__arrive_behind(mt_resident *r, mt__settled *h, const int *params, i
     /* MADE: the update is in its queue, not over. */
     MT_DO(mt_edge(r->cx, MT_EDGE_MADE, r->guests, h->done));
     MT_DO(put_copies(r, h, params, n, MT_STATE_PLANES, 0, &bytes));
-    return mt_syncs(r->cx) ? r->dev->ops->sync_event(h->last) : MT_OK;
+    return r->cx->debug.sync ? r->dev->ops->sync_event(h->last) : MT_OK;
 }
 
 mt_status mt__arrive_copied(const mt_resident *r, int unit)

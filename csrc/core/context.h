@@ -15,6 +15,8 @@
 
 #include "dev.h"
 
+#include <stdatomic.h>
+
 /* What tests may switch off, to see that it matters; nothing of it is on for a user. skip: edges
  * between queues that are left out. poison: a slot is filled with 0xFF before its copy. sync:
  * overlap off, nothing is fetched ahead, and every call returns when its work is over. */
@@ -29,7 +31,7 @@ enum {
     MT_EDGE_FULL = 1 << 22, MT_EDGE_WRITTEN = 1 << 23, MT_EDGE_READ = 1 << 24,      /* swap.h */
     MT_EDGE_DRAINED = 1 << 25, MT_EDGE_GONE = 1 << 26
 };
-typedef struct mt_debug { unsigned skip; int poison, sync; } mt_debug;
+typedef struct mt_debug { atomic_uint skip; atomic_int poison, sync; } mt_debug;
 
 typedef struct mt_context {
     struct mt_dev      *dev;
@@ -40,41 +42,24 @@ typedef struct mt_context {
     struct mt_turns    *turns;           /* NULL without a share */
     struct mt_timeline *timeline;        /* NULL: nothing is recorded */
     void              (*warn)(const char *text);     /* the watch calls it; NULL: nobody */
-    mt_debug            debug;           /* see below: any thread */
+    mt_debug            debug;           /* any thread, while others work */
 
     struct mt_resident *residents;       /* this and those below are NULL while that room is not
                                           * open */
     struct mt_through  *through;
     struct mt_disk     *disk;
-    struct mt_feed     *feed;
+    struct mt_disk     *feed;            /* the disk, while weights may be fetched from it */
 } mt_context;
-
-static inline void mt_debug_set(mt_context *cx, mt_debug d)
-{
-    __atomic_store_n(&cx->debug.skip, d.skip, __ATOMIC_RELAXED);
-    __atomic_store_n(&cx->debug.poison, d.poison, __ATOMIC_RELAXED);
-    __atomic_store_n(&cx->debug.sync, d.sync, __ATOMIC_RELAXED);
-}
 
 static inline int mt_skips(const mt_context *cx, unsigned edge)
 {
-    return (__atomic_load_n(&cx->debug.skip, __ATOMIC_RELAXED) & edge) != 0;
+    return (cx->debug.skip & edge) != 0;
 }
 
 /* q waits for e, unless a test leaves that edge out. */
 static inline mt_status mt_edge(const mt_context *cx, unsigned edge, mt_queue *q, mt_event *e)
 {
     return mt_skips(cx, edge) ? MT_OK : q->dev->ops->wait(q, e);
-}
-
-static inline int mt_poisons(const mt_context *cx)
-{
-    return __atomic_load_n(&cx->debug.poison, __ATOMIC_RELAXED);
-}
-
-static inline int mt_syncs(const mt_context *cx)
-{
-    return __atomic_load_n(&cx->debug.sync, __ATOMIC_RELAXED);
 }
 
 #endif

@@ -10,6 +10,7 @@
 #include "arena.h"
 #include "clock.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -18,11 +19,156 @@
 #define READS  (IS(READING) | IS(DROPPED))
 #define IN_USE (~IS(FREE))
 
-#define ALL_SECTIONS (1u << MT_SECTION_WEIGHTS | 1u << MT_SECTION_STATES)
+#define ALL_SECTIONS (1u << SECTION_WEIGHTS | 1u << SECTION_STATES)
 
 #define FEED_LEAST 2                /* buffers: one is read while another is copied */
 #define FEED_MOST  64               /* what keeps sixteen threads of the file at work, and more */
 #define EXPECTED   8                /* units */
+
+/* ---- layouts: where a unit's planes lie in the file ----------------------------------------- */
+
+/* Of a piece its weights, or its states. Each is a request with sums of its own, so a fetch reads
+ * the one without the other. They lie one after the other, in the file as in a buffer. */
+enum { SECTION_WEIGHTS, SECTION_STATES, SECTIONS };
+
+typedef struct section {
+    size_t    from, bytes;               /* in the piece: whole MT_BLOCK_ALIGN. 0: there is none */
+    uint64_t *sums;                      /* whose request it is writes them; all else is constant */
+} section;
+
+typedef struct placed {                  /* a piece */
+    section  section[SECTIONS];
+    uint64_t at;                         /* in the file */
+    size_t   hi_at;                      /* its weights in plane HI: hi_bytes from here on */
+} placed;
+
+typedef struct layout {
+    int        unit;
+    mt_pieces *cut;
+    placed    *pieces;                   /* [n] of cut's */
+    int        n;
+    uint64_t   bytes;                    /* of all pieces */
+    size_t     most_weights;             /* bytes in a piece */
+    unsigned  *planes;                   /* [parameters of the unit] in the file, a bit each */
+} layout;
+
+static void layout_free(layout *l)
+{
+    if (l == NULL)
+        return;
+    for (int i = 0; l->pieces != NULL && i < l->cut->n; i++)
+        for (int k = 0; k < SECTIONS; k++)
+            free(l->pieces[i].section[k].sums);
+    mt_pieces_free(l->cut);
+    free(l->pieces);
+    free(l->planes);
+    free(l);
+}
+
+MT_CLOSER(layout_free, layout)
+
+/* Of the planes at home in the file, in pieces of at most so many bytes. made: what has its place
+ * in the unit's arena, which is so for good once that is made; else as it would be now. */
+static mt_status layout_make(mt_store *s, int unit, size_t bytes, int made, layout **out)
+{
+    int         params = mt_store_params(s, unit);
+    const char *name = mt_store_name(s, unit);
+    layout     *l MT_CLOSED(layout_free) = NULL;
+    placed     *c;
+
+    MT_DO(MT_MAKE(l, 1, name));
+    l->unit = unit;
+    MT_DO(MT_MAKE(l->planes, params, name));
+    for (int i = 0; i < params; i++)
+        for (int p = 0; p < MT_PLANE_COUNT && mt_store_desc(s, unit, i)->numel > 0; p++) {
+            int in = mt_store_trainable(s, unit, i) || p == MT_PLANE_HI;
+
+            if (!(mt_store_home(s, unit, NULL)->away >> p & 1) ||
+                mt_store_plane_bytes(s, unit, i, (mt_plane)p, 1) == 0)
+                continue;
+            if (made)
+                MT_DO(mt_store_in_arena(s, unit, i, (mt_plane)p, &in));
+            l->planes[i] |= in ? 1u << p : 0;
+        }
+    MT_DO(mt_pieces_cut(s, unit, &(mt_cut){ l->planes, bytes, MT_BLOCK_ALIGN, MT_DISK_GRAIN, 0,
+                                           mt_store_align(s, unit) }, &l->cut));
+    MT_DO(MT_MAKE(l->pieces, l->cut->n, name));
+    for (l->n = l->cut->n, c = l->pieces; c < l->pieces + l->n; c++) {
+        const mt_piece   *whole = &l->cut->piece[c - l->pieces];
+        const mt_stretch *first = &l->cut->part[whole->first];
+
+        c->hi_at = mt_store_offset(s, unit, first->param) +
+                   mt_store_plane_bytes(s, unit, first->param, MT_PLANE_HI, first->from);
+        c->section[SECTION_WEIGHTS].bytes = c->section[SECTION_STATES].from = whole->weights;
+        c->section[SECTION_STATES].bytes = whole->bytes - whole->weights;
+        l->bytes += whole->bytes;
+        l->most_weights = whole->weights > l->most_weights ? whole->weights : l->most_weights;
+        for (int k = 0; k < SECTIONS; k++)
+            MT_DO(MT_MAKE(c->section[k].sums, (int64_t)mt_block_count(c->section[k].bytes), name));
+    }
+    *out = MT_KEEP(l);
+    return MT_OK;
+}
+
+/* Has the piece something of one of these parameters? */
+static int has_any(const layout *l, int piece, const int *params, int n)
+{
+    const mt_piece *c = &l->cut->piece[piece];
+
+    for (int i = c->first; i < c->first + c->n; i++)
+        for (int k = 0; k < n; k++)
+            if (l->cut->part[i].param == params[k])
+                return 1;
+    return 0;
+}
+
+/* Whose byte is at this offset of the piece. */
+static const mt_stretch *found_at(const layout *l, int piece, size_t offset, mt_plane *plane)
+{
+    const mt_piece   *c = &l->cut->piece[piece];
+    const mt_stretch *found = NULL;
+    size_t            best = 0;
+
+    for (int i = c->first; i < c->first + c->n; i++)
+        for (int p = 0; p < MT_PLANE_COUNT; p++) {
+            const mt_stretch *k = &l->cut->part[i];
+
+            if (k->offset[p] == MT_PART_ABSENT || k->offset[p] > offset || k->offset[p] < best)
+                continue;
+            best = k->offset[p];
+            found = k;
+            *plane = (mt_plane)p;
+        }
+    return found;
+}
+
+/* A request that failed is the ledger's fault, with unit, plane and parameter. */
+static void tell_failure(mt_store *s, const layout *l, int piece, const mt_request *r)
+{
+    const section    *states = &l->pieces[piece].section[SECTION_STATES];
+    size_t            offset = (size_t)(r->bad_at - l->pieces[piece].at), end = states->from;
+    mt_plane          from = MT_PLANE_HI, to = MT_PLANE_HI;
+    const mt_stretch *first, *last;
+    char              until[80] = "";
+
+    if (r->st == MT_OK)
+        return;
+    /* What lies in the block that begins there: the first and the last; it is of one section. */
+    end += offset >= states->from ? states->bytes : 0;
+    first = found_at(l, piece, offset, &from);
+    last = found_at(l, piece, (end - offset < MT_BLOCK_BYTES ? end : offset + MT_BLOCK_BYTES) - 1,
+                    &to);
+    if (first != last || from != to)
+        snprintf(until, sizeof until, " to plane %s of parameter %d", mt_plane_name(to),
+                 last->param);
+    (void)MT_FAIL(r->st, "unit %s, %splane %s of parameter %d%s: %s; the run cannot go on: make "
+                  "the model again, stream it, and load the last checkpoint",
+                  mt_store_name(s, l->unit), until[0] != '\0' ? "from " : "",
+                  mt_plane_name(from), first->param, until, r->text);
+    mt_ledger_fault(s, r->st, mt_last_error());
+}
+
+/* ---- rings --------------------------------------------------------------------------------- */
 
 /* disk.h says what they mean. */
 typedef enum { FREE, READING, DROPPED, READY, TAKEN, WRITING, COPYING, STATES } state;
@@ -52,10 +198,10 @@ typedef struct buffer {
     mt_arena         memory;
     mt_event        *copied;             /* of fetches: recorded behind the copy; else NULL */
     state            at, then;           /* then: when its requests are over. The lock, as below */
-    const mt_layout *lay;                /* what it has, or will; NULL: nothing */
+    const layout    *lay;                /* what it has, or will; NULL: nothing */
     int              piece;
     unsigned         sections;           /* of it, a bit each */
-    mt_request       r[MT_SECTIONS];     /* under way when READING, DROPPED or WRITING */
+    mt_request       r[SECTIONS];     /* under way when READING, DROPPED or WRITING */
     int              left;               /* of these */
     mt_post          post;               /* of them */
     uint64_t         turn;               /* reads of a ring are counted */
@@ -68,16 +214,15 @@ typedef struct ring {                    /* the lock */
     uint64_t turns;
 } ring;
 
-struct mt_feed {                         /* the lock */
-    mt_disk *d;
-    int      unit, piece;                /* to be copied next; unit -1: nothing is fetched now */
-    int      begun;                      /* and its fetch is in the ledger */
-    int      expected[EXPECTED], n_expected;     /* units */
-};
+typedef struct feed {                    /* the lock */
+    int unit, piece;                     /* to be copied next; unit -1: nothing is fetched now */
+    int begun;                           /* and its fetch is in the ledger */
+    int expected[EXPECTED], n_expected;  /* units */
+} feed;
 
 typedef struct disk_unit {
     int        on;                       /* it is ours */
-    mt_layout *lay;                      /* NULL before its planes are first used. The lock, as
+    layout    *lay;                      /* NULL before its planes are first used. The lock, as
                                           * these */
     int        next;                     /* the unit that followed it last, or was added behind
                                           * it */
@@ -102,7 +247,7 @@ struct mt_disk {
     uint64_t       recorded_ns;          /* the lane's records reach up to here */
     size_t         most_weights;         /* bytes in a piece */
     int            fed;                  /* and fetches have buffers of so many */
-    mt_feed        feed;
+    feed           feed;
     int            next_unit, next_piece;        /* to be read; next_unit -1: nobody knows */
     int            before;               /* the unit updated last; -1: none */
     mt_disk_stats  stats;
@@ -203,7 +348,8 @@ static void request_over(mt_request *q)
     buffer  *b = q->arg;
     mt_disk *d = b->d;
 
-    mt_layout_tell(b->lay, b->piece, q); /* before anybody is woken: they look for the fault */
+    /* Before anybody is woken: they look for the fault. */
+    tell_failure(d->store, b->lay, b->piece, q);
     MT_HOLD(&d->mu);
     d->failed |= q->st != MT_OK;
     *(q->write ? &d->stats.written_bytes : &d->stats.read_bytes) += q->moved;
@@ -219,7 +365,7 @@ static void request_over(mt_request *q)
 
 /* Of its layout's piece these sections, of which one at least has bytes; it is `then` when that is
  * over. */
-static void put(buffer *b, const mt_layout *l, int piece, unsigned sections, int write, state then)
+static void put(buffer *b, const layout *l, int piece, unsigned sections, int write, state then)
 {
     mt_disk *d = b->d;
 
@@ -230,15 +376,17 @@ static void put(buffer *b, const mt_layout *l, int piece, unsigned sections, int
     b->sections = sections;
     b->turn = ++d->rings[b->ring].turns;
     b->begun_ns = mt_now_ns();
-    for (int k = 0; k < MT_SECTIONS; k++)
+    for (int k = 0; k < SECTIONS; k++)
         b->left += (sections >> k & 1) && l->pieces[piece].section[k].bytes > 0;
     MT_ASSERT(b->left > 0);
     mt_watch_begin(mt_store_watch(d->store), &b->post, "disk", mt_store_name(d->store, l->unit),
                    write ? words[b->ring].writes : words[b->ring].reads);
-    for (int k = 0; k < MT_SECTIONS; k++) {
-        b->r[k] = mt_layout_request(l, piece, k, write, b->memory.base);
-        b->r[k].done = request_over;
-        b->r[k].arg = b;
+    for (int k = 0; k < SECTIONS; k++) {
+        const section *n = &l->pieces[piece].section[k];
+
+        b->r[k] = (mt_request){ .write = write, .at = l->pieces[piece].at + n->from,
+                                .mem = (char *)b->memory.base + n->from, .bytes = n->bytes,
+                                .sums = n->sums, .done = request_over, .arg = b };
         if ((sections >> k & 1) && b->r[k].bytes > 0)
             d->file->ops->put(d->file, &b->r[k]);
     }
@@ -300,11 +448,9 @@ static void ring_close(mt_disk *d, int in)
     free(r.buffers);
 }
 
-/* ---- layouts ------------------------------------------------------------------------------ */
-
 /* Under the lock. Buffers of fetches were made for the largest weights of a piece that there were.
  */
-static mt_status note_weights(mt_disk *d, const mt_layout *l)
+static mt_status note_weights(mt_disk *d, const layout *l)
 {
     if (l->most_weights > d->most_weights && d->fed)
         return MT_FAIL(MT_ESTATE, "unit %s: %zu bytes of weights in a piece, and fetches have "
@@ -317,14 +463,15 @@ static mt_status note_weights(mt_disk *d, const mt_layout *l)
 }
 
 /* Behind the door of the unit, which is ours. */
-static mt_status lay_out(mt_disk *d, int u, mt_layout **out)
+static mt_status lay_out(mt_disk *d, int u, layout **out)
 {
-    mt_layout *l MT_CLOSED(mt_layout_free) = NULL;
+    layout *l MT_CLOSED(layout_free) = NULL;
 
     if ((*out = d->units[u].lay) != NULL)
         return MT_OK;
-    MT_DO(mt_layout_make(d->store, u, d->bytes, 1, &l));
-    MT_DO(mt_layout_take(l, d->file));
+    MT_DO(layout_make(d->store, u, d->bytes, 1, &l));
+    for (int i = 0; i < l->n; i++)
+        MT_DO(d->file->ops->take(d->file, l->cut->piece[i].bytes, &l->pieces[i].at));
     MT_HOLD(&d->mu);
     MT_DO(note_weights(d, l));
     *out = d->units[u].lay = MT_KEEP(l);
@@ -335,9 +482,9 @@ static mt_status lay_out(mt_disk *d, int u, mt_layout **out)
 
 /* The first piece from one on that has states, or how many pieces there are. What has none is
  * rarely updated, and then read when it is asked for. */
-static int with_states(const mt_layout *l, int from)
+static int with_states(const layout *l, int from)
 {
-    while (from < l->n && l->pieces[from].section[MT_SECTION_STATES].bytes == 0)
+    while (from < l->n && l->pieces[from].section[SECTION_STATES].bytes == 0)
         from++;
     return from;
 }
@@ -347,8 +494,8 @@ static int with_states(const mt_layout *l, int from)
  * is read for nobody any more. The end of that calls again. */
 static void ahead_of_updates(mt_disk *d)
 {
-    const mt_layout *l;
-    buffer          *b;
+    const layout *l;
+    buffer       *b;
 
     while (d->next_unit >= 0 && !d->units[d->next_unit].held &&
            find(d, UPDATES, IN_USE, d->next_unit, d->next_piece) == NULL &&
@@ -369,14 +516,15 @@ static void ahead_of_updates(mt_disk *d)
 
 /* A buffer for a piece of the unit: an empty one, or one whose weights nobody expects any more.
  * What the unit that is fetched now needs comes before what others will. */
-static buffer *find_room(const mt_feed *f, int unit)
+static buffer *find_room(const mt_disk *d, int unit)
 {
-    const ring *r = &f->d->rings[FETCHES];
-    buffer     *k = find(f->d, FETCHES, IS(FREE), -1, -1);
+    const feed *f = &d->feed;
+    const ring *r = &d->rings[FETCHES];
+    buffer     *k = find(d, FETCHES, IS(FREE), -1, -1);
 
     for (int i = 0; k == NULL && i < r->n; i++) {
         buffer *b = r->buffers[i];
-        int     e = unit == f->unit ? f->n_expected : 0;
+        int     e = unit == f->unit ? f->n_expected : 0;     /* to it all others give way */
 
         if (b->at != READY || unit_of(b) == f->unit)
             continue;
@@ -391,24 +539,23 @@ static buffer *find_room(const mt_feed *f, int unit)
  * FED: of a unit whose update is announced nothing is read ahead. Once its fetch has begun, the
  * update waits for that. A piece that is still being written stops it (WRITTEN), and so does a unit
  * that is written from outside (PUSHED); the end of either calls again. */
-static int read_unit(mt_feed *f, int unit, int from)
+static int read_unit(mt_disk *d, int unit, int from)
 {
-    mt_disk         *d = f->d;
     const disk_unit *u = &d->units[unit];
     buffer          *room;
 
-    if (!(unit == f->unit && f->begun) && mt_ledger_updates_due(d->store, unit))
+    if (!(unit == d->feed.unit && d->feed.begun) && mt_ledger_updates_due(d->store, unit))
         return 0;
     for (int i = from; u->lay != NULL && i < u->lay->n; i++) {
         if (u->lay->cut->piece[i].hi_bytes == 0 ||
             find(d, FETCHES, IS(READING) | IS(READY), unit, i) != NULL)
             continue;
         if (find(d, FETCHES, IS(DROPPED), unit, i) != NULL || u->held ||
-            is_under_way(d, unit, i, 0) || (room = find_room(f, unit)) == NULL)
+            is_under_way(d, unit, i, 0) || (room = find_room(d, unit)) == NULL)
             return 0;
         if (room->at == READY)
             become(room, FREE);
-        put(room, u->lay, i, 1u << MT_SECTION_WEIGHTS, 0, READY);
+        put(room, u->lay, i, 1u << SECTION_WEIGHTS, 0, READY);
     }
     return 1;
 }
@@ -416,17 +563,17 @@ static int read_unit(mt_feed *f, int unit, int from)
 /* What was looked at may be otherwise now: a buffer, or a piece, has come free. */
 static void read_ahead(mt_disk *d)
 {
-    const mt_feed *f = &d->feed;
-    int            go = 1;
+    const feed *f = &d->feed;
+    int         go = 1;
 
     assert_state(d);
     if (d->failed)
         return;
     if (f->unit >= 0)
-        go = read_unit(&d->feed, f->unit, f->piece);
+        go = read_unit(d, f->unit, f->piece);
     for (int i = 0; go && i < f->n_expected; i++)
         if (f->expected[i] != f->unit)
-            go = read_unit(&d->feed, f->expected[i], 0);
+            go = read_unit(d, f->expected[i], 0);
     ahead_of_updates(d);
 }
 
@@ -491,16 +638,16 @@ static mt_status compute(mt_disk *d, const mt_update *b, const mt_part *parts, i
 }
 
 /* -1: none. */
-static int last_wanted(const mt_layout *l, const mt_update_job *j)
+static int last_wanted(const layout *l, const mt_update_job *j)
 {
     int i = l->n - 1;
 
-    while (i >= 0 && !mt_layout_has(l, i, j->params, j->n_params))
+    while (i >= 0 && !has_any(l, i, j->params, j->n_params))
         i--;
     return i;
 }
 
-static mt_status update_pieces(mt_disk *d, const mt_layout *l, const mt_update *b, mt_part *parts)
+static mt_status update_pieces(mt_disk *d, const layout *l, const mt_update *b, mt_part *parts)
 {
     int       last = last_wanted(l, &b->j);
     mt_status st = MT_OK;
@@ -508,7 +655,7 @@ static mt_status update_pieces(mt_disk *d, const mt_layout *l, const mt_update *
     for (int i = 0; i <= last && st == MT_OK; i++) {
         buffer *f = NULL;
 
-        if (!mt_layout_has(l, i, b->j.params, b->j.n_params))
+        if (!has_any(l, i, b->j.params, b->j.n_params))
             continue;
         MT_DO(take_piece(d, b->j.unit, i, &f));
         mt_pieces_at(l->cut, i, f->memory.base, parts);
@@ -526,7 +673,7 @@ static mt_status update_pieces(mt_disk *d, const mt_layout *l, const mt_update *
 }
 
 /* Behind the door. Its layout, its place in the order, and then FED. */
-static mt_status begin_update(mt_disk *d, const mt_update_job *j, mt_layout **l)
+static mt_status begin_update(mt_disk *d, const mt_update_job *j, layout **l)
 {
     const unsigned ahead_of_us = 1u << MT_MIRROR_AHEAD | 1u << MT_MIRROR_TORN;
 
@@ -555,7 +702,7 @@ static mt_status begin_update(mt_disk *d, const mt_update_job *j, mt_layout **l)
 static mt_status update(mt_disk *d, const mt_update *b)
 {
     mt_part   *parts MT_FREED = NULL;
-    mt_layout *l;
+    layout    *l;
     uint64_t   bytes;
     mt_status  st;
 
@@ -621,11 +768,11 @@ static mt_status home_drain(void *arg)
  * that are pushed one after the other often share a piece; an update of the unit drops it. */
 
 typedef struct visit {
-    mt_disk         *d;
-    const mt_layout *l;
-    mt_part         *parts;              /* [most in a piece] */
-    buffer       *k;                  /* ours; NULL: none yet */
-    int              piece, section;
+    mt_disk      *d;
+    const layout *l;
+    mt_part      *parts;                 /* [most in a piece] */
+    buffer       *k;                     /* ours; NULL: none yet */
+    int           piece, section;
 } visit;
 
 /* The buffer that the last one left of this unit; or one that is free; or another's, which goes
@@ -696,7 +843,7 @@ static int concerns(const visit *v, int param, unsigned planes, int write)
     const mt_piece *c = &v->l->cut->piece[v->piece];
 
     if (write)
-        return param < 0 || mt_layout_has(v->l, v->piece, &param, 1);
+        return param < 0 || has_any(v->l, v->piece, &param, 1);
     for (int i = c->first; i < c->first + c->n; i++)
         if (is_loading(v, v->l->cut->part[i].param, planes))
             return 1;
@@ -705,7 +852,7 @@ static int concerns(const visit *v, int param, unsigned planes, int write)
 
 /* param -1: all of the unit's. What else is in a section that is written stays; where all of it is,
  * it is not read first. */
-static mt_status visit_all(mt_disk *d, const mt_layout *l, int param, unsigned planes, int write)
+static mt_status visit_all(mt_disk *d, const layout *l, int param, unsigned planes, int write)
 {
     visit     v = { .d = d, .l = l };
     mt_status st = MT_OK;
@@ -713,9 +860,9 @@ static mt_status visit_all(mt_disk *d, const mt_layout *l, int param, unsigned p
     MT_DO(MT_MAKE(v.parts, l->cut->most, mt_store_name(d->store, l->unit)));
     planes &= param < 0 ? planes : l->planes[param];
     for (; v.piece < l->n && planes != 0; v.piece++)
-        for (v.section = 0; v.section < MT_SECTIONS; v.section++) {
-            unsigned of = planes & (v.section == MT_SECTION_WEIGHTS ? HI : ~HI);
-            int      all = write && param < 0 && v.section == MT_SECTION_WEIGHTS;
+        for (v.section = 0; v.section < SECTIONS; v.section++) {
+            unsigned of = planes & (v.section == SECTION_WEIGHTS ? HI : ~HI);
+            int      all = write && param < 0 && v.section == SECTION_WEIGHTS;
 
             if (of == 0 || l->pieces[v.piece].section[v.section].bytes == 0 ||
                 !concerns(&v, param, of, write))
@@ -743,8 +890,8 @@ fail:
 
 static mt_status home_load(void *arg, int u, unsigned planes)
 {
-    mt_disk   *d = arg;
-    mt_layout *l;
+    mt_disk *d = arg;
+    layout  *l;
 
     MT_DO(lay_out(d, u, &l));
     return visit_all(d, l, -1, planes, 0);
@@ -753,18 +900,17 @@ static mt_status home_load(void *arg, int u, unsigned planes)
 /* PUSHED: nobody reads ahead of the unit while it is held. */
 static mt_status home_store(void *arg, int u, int param, unsigned planes)
 {
-    mt_disk   *d = arg;
-    mt_layout *l;
-    mt_status  st;
+    mt_disk  *d = arg;
+    layout   *l;
+    mt_status st;
 
-    (void)MT_LOCKED(&d->mu, d->units[u].held = 1);
-    if ((st = lay_out(d, u, &l)) == MT_OK) {
-        MT_WITH(&d->mu) {
-            drop(d, UPDATES, u, NULL);
-            drop(d, FETCHES, u, NULL);
-        }
-        st = visit_all(d, l, param, planes, 1);
+    MT_WITH(&d->mu) {
+        d->units[u].held = 1;
+        drop(d, UPDATES, u, NULL);
+        drop(d, FETCHES, u, NULL);
     }
+    if ((st = lay_out(d, u, &l)) == MT_OK)
+        st = visit_all(d, l, param, planes, 1);
     MT_HOLD(&d->mu);
     d->units[u].held = 0;
     read_ahead(d);
@@ -803,21 +949,23 @@ static mt_status reclaim(mt_disk *d)
     return MT_OK;
 }
 
-void mt_feed_expect(mt_feed *f, const int *units, int n)
+void mt_feed_expect(mt_disk *d, const int *units, int n)
 {
-    MT_HOLD(&f->d->mu);
+    feed *f = &d->feed;
+
+    MT_HOLD(&d->mu);
     f->n_expected = 0;
     for (int i = 0; i < n && f->n_expected < EXPECTED; i++)
-        if (mt_store_home(f->d->store, units[i], NULL)->fed)
+        if (mt_store_home(d->store, units[i], NULL)->fed)
             f->expected[f->n_expected++] = units[i];
-    (void)reclaim(f->d);                 /* a device that fails fails the mover's calls too */
+    (void)reclaim(d);                 /* a device that fails fails the mover's calls too */
 }
 
 /* The next piece is in a buffer (*out), which is the mover's then; or none is free, and one is
  * being copied (*copying) that is to be waited for; or something failed. */
-static int is_loaded(mt_feed *f, buffer **out, buffer **copying, mt_status *st)
+static int is_loaded(mt_disk *d, buffer **out, buffer **copying, mt_status *st)
 {
-    mt_disk *d = f->d;
+    feed *f = &d->feed;
 
     if (d->failed || (*st = reclaim(d)) != MT_OK)
         return 1;
@@ -826,26 +974,25 @@ static int is_loaded(mt_feed *f, buffer **out, buffer **copying, mt_status *st)
         f->piece++;
         return 1;
     }
-    if (find(d, FETCHES, READS, f->unit, f->piece) == NULL && find_room(f, f->unit) == NULL)
+    if (find(d, FETCHES, READS, f->unit, f->piece) == NULL && find_room(d, f->unit) == NULL)
         *copying = find(d, FETCHES, IS(COPYING), -1, -1);
     return *copying != NULL;
 }
 
 /* Until the next piece is in a buffer, which is then the mover's. */
-static mt_status take_load(mt_feed *f, buffer **out)
+static mt_status take_load(mt_disk *d, buffer **out)
 {
-    mt_disk  *d = f->d;
     buffer   *found = NULL, *copying;
     mt_status looked = MT_OK;
 
     while (found == NULL) {
         copying = NULL;
-        MT_DO(UNTIL(d, is_loaded(f, &found, &copying, &looked), f->unit,
+        MT_DO(UNTIL(d, is_loaded(d, &found, &copying, &looked), d->feed.unit,
                     "its weights from disk (READ)"));
         MT_DO(looked);
         if (copying != NULL) {
             MT_DO(mt_watch_event(mt_store_watch(d->store), copying->copied,
-                                 mt_store_name(d->store, f->unit),
+                                 mt_store_name(d->store, d->feed.unit),
                                  "a copy of weights out of a buffer (COPIED)"));
             MT_HOLD(&d->mu);             /* somebody may have seen the same, and read into it */
             if (copying->at == COPYING)
@@ -858,55 +1005,53 @@ static mt_status take_load(mt_feed *f, buffer **out)
 }
 
 /* unit -1: none. Yields its layout; NULL: nothing of it was asked for yet. */
-static const mt_layout *aim(mt_feed *f, int unit, int begun)
+static const layout *aim(mt_disk *d, int unit, int begun)
 {
-    mt_disk         *d = f->d;
-    const mt_layout *l;
+    const layout *l;
 
     MT_HOLD(&d->mu);
     l = unit >= 0 && unit < d->n_units ? d->units[unit].lay : NULL;
-    f->unit = l != NULL ? unit : -1;
-    f->piece = 0;
-    f->begun = begun;
+    d->feed.unit = l != NULL ? unit : -1;
+    d->feed.piece = 0;
+    d->feed.begun = begun;
     read_ahead(d);
     return l;
 }
 
-void mt_feed_next(mt_feed *f, int unit)
+void mt_feed_next(mt_disk *d, int unit)
 {
-    (void)aim(f, unit, 0);
+    (void)aim(d, unit, 0);
 }
 
-mt_status mt_feed_copy(mt_feed *f, int unit, void *mem, mt_queue *h2d)
+mt_status mt_feed_copy(mt_disk *d, int unit, void *mem, mt_queue *h2d)
 {
-    const mt_layout *l = aim(f, unit, 1);
-    buffer          *k;
-    mt_span          span;
-    mt_status        st = MT_OK;
+    const layout *l = aim(d, unit, 1);
+    buffer       *k;
+    mt_span       span;
+    mt_status     st = MT_OK;
 
     if (l == NULL)
         return MT_FAIL(MT_ESTATE,
                        "unit %s: its weights were never written to disk; push them first",
-                       mt_store_name(f->d->store, unit));
-    for (int i = 0; i < l->n && (st = take_load(f, &k)) == MT_OK; i++) {
+                       mt_store_name(d->store, unit));
+    for (int i = 0; i < l->n && (st = take_load(d, &k)) == MT_OK; i++) {
         size_t bytes = l->cut->piece[i].hi_bytes;
 
-        mt_timeline_begin(f->d->cx->timeline, &span, MT_LANE_H2D, MT_WORK_FETCH, unit, h2d);
+        mt_timeline_begin(d->cx->timeline, &span, MT_LANE_H2D, MT_WORK_FETCH, unit, h2d);
         st = h2d->dev->ops->copy(h2d, (char *)mem + l->pieces[i].hi_at, k->memory.base, bytes);
-        mt_timeline_end(f->d->cx->timeline, &span, bytes, h2d);
+        mt_timeline_end(d->cx->timeline, &span, bytes, h2d);
         if (st == MT_OK)                 /* from here on the buffer's event is that of this copy */
             st = h2d->dev->ops->record(h2d, k->copied);
-        MT_WITH(&f->d->mu) become(k, COPYING);
+        MT_WITH(&d->mu) become(k, COPYING);
         if (st != MT_OK)
             break;
     }
-    (void)aim(f, -1, 0);
+    (void)aim(d, -1, 0);
     return st;
 }
 
-mt_status mt_feed_open(mt_context *cx, size_t bytes, mt_feed **out)
+mt_status mt_feed_open(mt_disk *d, size_t bytes)
 {
-    mt_disk  *d = cx->disk;
     size_t    each = MT_BLOCK_ALIGN, n;
     mt_status st;
 
@@ -918,28 +1063,25 @@ mt_status mt_feed_open(mt_context *cx, size_t bytes, mt_feed **out)
     n = n < FEED_LEAST ? FEED_LEAST : n > FEED_MOST ? FEED_MOST : n;
     for (size_t i = 0; i < n; i++)
         MT_TRY(ring_add(d, FETCHES, each));
-    *out = cx->feed = &d->feed;
+    d->cx->feed = d;
     return MT_OK;
 
 fail:
-    mt_feed_close(&d->feed);
+    mt_feed_close(d);
     return st;
 }
 
 /* Reads that are under way end first; the queue's copies are over, since the mover's queue was
  * closed. */
-void mt_feed_close(mt_feed *f)
+void mt_feed_close(mt_disk *d)
 {
-    if (f == NULL)
+    if (d == NULL)
         return;
-    if (f->d->cx->feed == f)
-        f->d->cx->feed = NULL;
-    MT_WITH(&f->d->mu) {
-        f->unit = -1;
-        f->n_expected = 0;
-    }
-    ring_close(f->d, FETCHES);
-    MT_WITH(&f->d->mu) f->d->fed = 0;
+    if (d->cx->feed == d)
+        d->cx->feed = NULL;
+    MT_WITH(&d->mu) d->feed = (feed){ .unit = -1 };
+    ring_close(d, FETCHES);
+    MT_WITH(&d->mu) d->fed = 0;
 }
 
 /* ---- open and close ------------------------------------------------------------------------ */
@@ -950,17 +1092,15 @@ mt_status mt_disk_open(mt_context *cx, mt_blocks *file, mt_pool *pool, int n_buf
                        mt_disk **out)
 {
     mt_disk  *d MT_CLOSED(mt_disk_close) = NULL;
-    size_t    all;
 
     if (n_buffers < 1 || bytes < MT_DISK_LEAST || bytes % MT_BLOCK_ALIGN != 0)
         return MT_FAIL(MT_EINVAL,
                        "disk: %d buffers of %zu bytes; one of %zu is the least, in steps of %zu",
                        n_buffers, bytes, MT_DISK_LEAST, MT_BLOCK_ALIGN);
-    MT_DO(mt_mul_size((size_t)n_buffers + 1, bytes, "buffers of the disk", &all));
     MT_DO(MT_MAKE(d, 1, "disk"));
     *d = (mt_disk){ .cx = cx, .store = cx->store, .file = file, .pool = pool, .bytes = bytes,
                     .next_unit = -1, .before = -1, .first_added = -1, .last_added = -1,
-                    .feed = { .d = d, .unit = -1 } };
+                    .feed = { .unit = -1 } };
     mt_mutex_open(&d->mu, MT_RANK_DISK);
     MT_DO(mt_watch_cond(&d->changed));
     for (int i = 0; i < n_buffers; i++)
@@ -985,7 +1125,7 @@ void mt_disk_close(mt_disk *d)
     ring_close(d, COPIES);
     ring_close(d, UPDATES);
     for (int i = 0; i < d->n_units; i++)
-        mt_layout_free(d->units[i].lay);
+        layout_free(d->units[i].lay);
     pthread_cond_destroy(&d->changed);
     mt_mutex_close(&d->mu);
     free(d->units);
@@ -994,8 +1134,8 @@ void mt_disk_close(mt_disk *d)
 
 mt_status mt_disk_add(mt_disk *d, int u, int weights)
 {
-    mt_layout *l = NULL;
-    mt_status  st;
+    layout   *l = NULL;
+    mt_status st;
 
     if (u < 0 || u >= mt_store_units(d->store))
         return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", u,
@@ -1008,10 +1148,10 @@ mt_status mt_disk_add(mt_disk *d, int u, int weights)
         return MT_OK;
     MT_DO(mt_store_move(d->store, u, weights ? &mt_home_disk_weights : &mt_home_disk, d));
     /* What its planes would take, as they would be now. */
-    if ((st = mt_layout_make(d->store, u, d->bytes, 0, &l)) == MT_OK &&
+    if ((st = layout_make(d->store, u, d->bytes, 0, &l)) == MT_OK &&
         (st = MT_LOCKED(&d->mu, note_weights(d, l))) == MT_OK)
         d->need += l->bytes;
-    mt_layout_free(l);
+    layout_free(l);
     if (st != MT_OK) {
         (void)mt_store_move(d->store, u, &mt_home_ram, NULL);
         return st;

@@ -5,8 +5,8 @@
  * order, and nobody else looks at them. Weights stay too, unless memory is too short even for them:
  * then each fetch reads them.
  *
- *   on disk  of a unit: its state planes (MT_STATE_PLANES), and perhaps HI, are in the file, as
- *            layout.h says. Host memory mirrors them (mirror.h)
+ *   on disk  of a unit: its state planes (MT_STATE_PLANES), and perhaps HI, are in the file, piece
+ *            by piece (pieces.h), with a sum for each block. Host memory mirrors them (mirror.h)
  *   piece    what one buffer of the ring holds of a unit. One is updated, those before are written,
  *            those after are read, as far ahead as there are buffers; also while nothing is
  *            updated, so that a step's first pieces are there
@@ -29,10 +29,10 @@
  *     mt_ledger_wait_updates(store, unit);      // its weights are new
  *     mt_mirror_bring(store, unit, 1u << MT_PLANE_M);  // host: the copies are as in the file
  *
- *     mt_feed_open(cx, bytes, &f);
- *     mt_feed_next(f, unit);
- *     mt_feed_expect(f, units, n);              // any thread: what will be fetched then, in order
- *     mt_feed_copy(f, unit, mem, h2d);          // the mover: copies of all its weights are put
+ *     mt_feed_open(d, bytes);
+ *     mt_feed_next(d, unit);
+ *     mt_feed_expect(d, units, n);              // any thread: what will be fetched then, in order
+ *     mt_feed_copy(d, unit, mem, h2d);          // the mover: copies of all its weights are put
  *
  * A thread of ours makes updates in the order they were put, beside the updater: a drive is slow,
  * and is to move from the first moment on. An update ends in the ledger when the unit's weights are
@@ -66,11 +66,13 @@
 #ifndef MT_DISK_H
 #define MT_DISK_H
 
-#include "layout.h"
+#include "blocks.h"
 #include "mirror.h"
 
 #define MT_DISK_LEAST ((size_t)64 << 10) /* bytes of a buffer, which are a multiple of
                                           * MT_BLOCK_ALIGN */
+
+#define MT_DISK_GRAIN 4096               /* elements: a part begins at a multiple of so many */
 
 typedef struct mt_disk mt_disk;
 
@@ -97,20 +99,18 @@ mt_disk_stats mt_disk_stats_get(mt_disk *d);
 
 /* ---- the feed ----------------------------------------------------------------------------- */
 
-typedef struct mt_feed mt_feed;
-
-/* Once, when all units were added to the context's disk; its buffers, of so many bytes together,
- * hold the largest piece's weights each, and are registered. No piece comes to have more from then
- * on. */
-mt_status mt_feed_open (mt_context *cx, size_t bytes, mt_feed **out);
-/* When no copy is put any more, and before the disk is closed; NULL is fine. */
-void      mt_feed_close(mt_feed *f);
+/* Once, when all units were added; its buffers, of so many bytes together, hold the largest piece's
+ * weights each, and are registered. No piece comes to have more from then on. */
+mt_status mt_feed_open (mt_disk *d, size_t bytes);
+/* When no copy is put any more, and before the disk is closed. NULL, or one without a feed, is
+ * fine. */
+void      mt_feed_close(mt_disk *d);
 /* This one is to be fetched as soon as its updates are over. -1: none. */
-void      mt_feed_next  (mt_feed *f, int unit);
+void      mt_feed_next  (mt_disk *d, int unit);
 /* And then these, one after the other; as many are kept as make sense. */
-void      mt_feed_expect(mt_feed *f, const int *units, int n);
+void      mt_feed_expect(mt_disk *d, const int *units, int n);
 /* Puts copies of all the unit's weights into mem, as they lie in plane HI, in h2d; returns when the
  * last is put, so when the last was read. Between mt_ledger_fetch_begin and mt_ledger_fetching. */
-mt_status mt_feed_copy (mt_feed *f, int unit, void *mem, mt_queue *h2d);
+mt_status mt_feed_copy (mt_disk *d, int unit, void *mem, mt_queue *h2d);
 
 #endif

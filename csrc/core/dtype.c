@@ -4,6 +4,8 @@
  */
 #include "dtype.h"
 
+#include "status.h"
+
 typedef union f32_bits {
     float    f;
     uint32_t u;
@@ -18,23 +20,10 @@ size_t mt_dtype_bytes(mt_dtype dt)
     return (unsigned)dt < MT_DTYPE_COUNT ? table[dt] : 0;
 }
 
-const char *mt_dtype_name(mt_dtype dt)
-{
-#define MT_DTYPE_NAME(name, bytes) #name,
-    static const char *const table[] = { MT_DTYPE_MAP(MT_DTYPE_NAME) };
-#undef MT_DTYPE_NAME
-
-    return (unsigned)dt < MT_DTYPE_COUNT ? table[dt] : "?";
-}
-
-const char *mt_states_name(mt_states s)
-{
-#define NAME(name, text, low) text,
-    static const char *const table[] = { MT_STATES_MAP(NAME) };
-#undef NAME
-
-    return (unsigned)s < MT_STATES_COUNT ? table[s] : "?";
-}
+#define NAME(name, bytes) #name,
+#define TEXT(name, text, low) text,
+MT_NAMES(mt_dtype_name, mt_dtype, MT_DTYPE_MAP(NAME))
+MT_NAMES(mt_states_name, mt_states, MT_STATES_MAP(TEXT))
 
 float mt_f16_to_f32(uint16_t h)
 {

@@ -181,9 +181,8 @@ void mt_ledger_update_stepped(mt_store *s, int unit)
 
     if (u == NULL)
         return;
-    mt_lock(&s->ledger.mu);
-    tell(s, u, MT_COUNT_STEPPED, u->account.updates - 1);        /* it is as good as ended */
-    mt_unlock(&s->ledger.mu);
+    MT_WITH(&s->ledger.mu)                   /* it is as good as ended */
+        tell(s, u, MT_COUNT_STEPPED, u->account.updates - 1);
     mt__ledger_stirred(s);
 }
 
@@ -279,17 +278,8 @@ static mt_status waited(mt_store *s, const mt__unit *u, mt_status st)
                   : waited(s, u, MT__LEDGER_UNTIL(s, over, u->name, awaits));                      \
     })
 
-static _Thread_local int i_save;
-
-void mt_ledger_i_save(int on)
-{
-    i_save = on;
-}
-
 mt_status mt_ledger_wait_updates(mt_store *s, int unit)
 {
-    if (i_save && mt_ledger_saving(s, unit))
-        return mt_ledger_check(s);
     return WAIT_UNTIL(s, unit, u, is_updated(u), "its update");
 }
 
@@ -415,28 +405,17 @@ static int is_behind(mt_store *s, mt_count what, uint64_t n)
     return mt_board_behind(mt_share_board(s->share), (int)what, n);
 }
 
-/* Under ledger.mu. meets[what] says who waits here for as long as somebody does. */
-static int have_come(mt_store *s, mt_count what, uint64_t n, uint64_t until_ns, int *late)
+mt_status mt_ledger_meet(mt_store *s, mt_count what, uint64_t n, double seconds)
 {
-    int come = is_behind(s, what, n) == mt_share_ranks(s->share);
-
-    *late = !come && until_ns != 0 && mt_now_ns() >= until_ns;
-    s->ledger.meets[what] = come || *late ? 0 : n;
-    return come || *late;
-}
-
-mt_status mt_ledger_meet(mt_store *s, mt_count what, uint64_t n, double seconds, int *late)
-{
-    uint64_t  until_ns = seconds > 0 ? mt_now_ns() + (uint64_t)(seconds * 1e9) : 0;
-    int       is_late = 0;
+    uint64_t  until_ns = seconds > 0 ? mt_now_ns() + (uint64_t)(seconds * 1e9) : UINT64_MAX;
     char      awaits[96];
     mt_status st;
 
     snprintf(awaits, sizeof awaits, "rank %d, that is %s", is_behind(s, what, n), words[what]);
-    st = MT__LEDGER_UNTIL(s, have_come(s, what, n, until_ns, &is_late), NULL, awaits);
-    MT_WITH(&s->ledger.mu) s->ledger.meets[what] = 0;    /* one that was stuck left it */
-    if (late != NULL)
-        *late = is_late;
+    MT_WITH(&s->ledger.mu) s->ledger.meets[what] = n;    /* peers.c sees who is waited for */
+    st = MT__LEDGER_UNTIL(s, is_behind(s, what, n) == mt_share_ranks(s->share) ||
+                             mt_now_ns() >= until_ns, NULL, awaits);
+    MT_WITH(&s->ledger.mu) s->ledger.meets[what] = 0;
     return st;
 }
 
@@ -477,10 +456,9 @@ void mt_ledger_save_end(mt_store *s, int unit)
 
     if (u == NULL)
         return;
-    mt_lock(&s->ledger.mu);
-    if (s->ledger.wanted == unit + 1)
-        s->ledger.wanted = 0;
-    mt_unlock(&s->ledger.mu);
+    MT_WITH(&s->ledger.mu)
+        if (s->ledger.wanted == unit + 1)
+            s->ledger.wanted = 0;
     end(s, u, &u->account.saves, MT_COUNT_COPIED, "a save");
 }
 
@@ -503,12 +481,9 @@ int mt_ledger_wanted(mt_store *s)
 
 mt_status mt_ledger_wait_saved(mt_store *s, int unit)
 {
-    if (mt_ledger_saving(s, unit)) {
-        mt_lock(&s->ledger.mu);
+    MT_WITH(&s->ledger.mu)
         if (mt_ledger_saving(s, unit))
             s->ledger.wanted = unit + 1;
-        mt_unlock(&s->ledger.mu);
-    }
     return WAIT_UNTIL(s, unit, u, is_saved(u), "its save (SAVED)");
 }
 
@@ -555,13 +530,12 @@ mt_status mt_ledger_fetching(mt_store *s, int unit, mt_queue *h2d)
         mt_watch_put(&s->watch, &a->copying, atomic_load(&u->home)->later ? "device update" : "h2d",
                      u->name, "copies of its weights (the event FETCHED)", a->fetched);
     mt_unlock(&s->fetched_mu);
-    mt_lock(&s->ledger.mu);
+    MT_HOLD(&s->ledger.mu);
     if (a->fetches > 0) {                /* it may not have been announced */
         a->fetches--;
         pthread_cond_broadcast(&s->ledger.changed);
         mt_watch_moved(&s->watch);
     }
-    mt_unlock(&s->ledger.mu);
     return st;
 }
 

@@ -77,14 +77,11 @@ mt_status mt_ledger_wait_saved (mt_store *s, int unit);
 int       mt_ledger_saving     (mt_store *s, int unit);      /* the unit's saves are not 0 */
 int       mt_ledger_all_saved  (mt_store *s, int unit);      /* they are, on all ranks */
 int       mt_ledger_wanted     (mt_store *s);                /* a unit that is waited for, or -1 */
-/* This thread copies planes for a save: mt_ledger_wait_updates of a unit with saves returns at
- * once, since updates that were announced meanwhile wait for this thread. */
-void      mt_ledger_i_save     (int on);
 
 /* In a share. say: this rank has come to n, see mt_board_say. meet: waits until all ranks have, or
- * (NORMED) rank 0, for so many seconds at most (0: no end; *late: they were over). */
+ * (NORMED) rank 0; MT_OK too when so many seconds are over (0: no end). */
 void      mt_ledger_say (mt_store *s, mt_count what, uint64_t n, uint64_t about);
-mt_status mt_ledger_meet(mt_store *s, mt_count what, uint64_t n, double seconds, int *late);
+mt_status mt_ledger_meet(mt_store *s, mt_count what, uint64_t n, double seconds);
 
 /* In a share: this rank comes to a meeting of all that somebody else holds; what it does there, in
  * words. NULL: it is over. Meetings, submits, spreads and evicts come in one order on all ranks:

@@ -63,14 +63,11 @@ static void assert_lent(const mt_store *s)
  * nobody makes another. */
 static mt_status make(mt_store *s, int side, size_t bytes, int *k)
 {
-    const char      *what = "gradients that pass";
-    struct mt__lent *grown = realloc(s->lent, (size_t)(s->n_lent + 1) * sizeof *grown);
-    struct mt__lent  made = { .unit = -1 };
-    mt_status        st;
+    const char     *what = "gradients that pass";
+    struct mt__lent made = { .unit = -1 };
+    mt_status       st;
 
-    if (grown == NULL)
-        return MT_FAIL(MT_ENOMEM, "store: no memory to describe %d buffers", s->n_lent + 1);
-    s->lent = grown;
+    MT_DO(MT_GROW(s->lent, s->lent_room, s->n_lent + 1, what));
     mt_unlock(&s->map_mu);
     st = side == MT__DEVICE ? mt_arena_device(&made.arena, 0, at_least(bytes), s->dev, what)
                             : mt_arena_open(&made.arena, at_least(bytes), s->pool, s->dev, what,
@@ -93,11 +90,10 @@ static mt_status try_to_lend(mt_store *s, mt__unit *u, size_t *offset, size_t by
 {
     mt__plane *pl = plane_of(u);
     int        k = -1, side = side_of(u), n = 0;     /* n: of that size, on that side */
-    mt_status  st = MT_OK;
 
     *holder = -1;
-    mt_lock(&pl->making);
-    mt_lock(&s->map_mu);
+    MT_HOLD(&pl->making);
+    MT_HOLD(&s->map_mu);
     assert_lent(s);
     /* A free one, else the one that was lent first. A buffer is at most twice as large as needed:
      * the embedding's does not serve a layer. */
@@ -112,7 +108,7 @@ static mt_status try_to_lend(mt_store *s, mt__unit *u, size_t *offset, size_t by
             k = i;
     }
     if ((k < 0 || s->lent[k].unit >= 0) && n < s->most_lent)
-        MT_TRY(make(s, side, bytes, &k));
+        MT_DO(make(s, side, bytes, &k));
     *holder = s->lent[k].unit;
     *number = s->lent[k].number;
     if (*holder < 0) {
@@ -124,10 +120,7 @@ static mt_status try_to_lend(mt_store *s, mt__unit *u, size_t *offset, size_t by
         s->lent[k].number = ++s->lendings;
     }
     assert_lent(s);
-fail:
-    mt_unlock(&s->map_mu);
-    mt_unlock(&pl->making);
-    return st;
+    return MT_OK;
 }
 
 mt_status mt_store_lend(mt_store *s, int unit, mt_timeline *t)
@@ -157,19 +150,13 @@ mt_status mt_store_lend(mt_store *s, int unit, mt_timeline *t)
         st = mt_ledger_wait_updates(s, holder);
         mt_timeline_end(t, &span, 0, NULL);
         MT_DO(st);
-        mt_lock(&s->map_mu);
+        MT_HOLD(&s->map_mu);
         held = held_by(s, holder);
-        if (held >= 0 && s->lent[held].number != number)
-            held = -1;
-        mt_unlock(&s->map_mu);
-        if (held >= 0) {
-            st = MT_FAIL(MT_ESTATE, "unit %s: its gradients came, and no update has used them; "
-                         "where they are kept nowhere, each hand-over is followed by its update",
-                         mt_store_name(s, holder));
-            return st;
-        }
+        if (held >= 0 && s->lent[held].number == number)
+            return MT_FAIL(MT_ESTATE, "unit %s: its gradients came, and no update has used them; "
+                           "where they are kept nowhere, each hand-over is followed by its update",
+                           mt_store_name(s, holder));
     }
-    return st;
 }
 
 /* Before the end of an update is told: who waits for that hands over again. */
@@ -180,15 +167,13 @@ void mt__take_back(mt_store *s, int unit)
 
     if (!atomic_load(&u->passing))
         return;
-    mt_lock(&plane_of(u)->making);
-    mt_lock(&s->map_mu);
+    MT_HOLD(&plane_of(u)->making);
+    MT_HOLD(&s->map_mu);
     if ((k = held_by(s, unit)) >= 0) {
         mt__unbind(s, u);
         s->lent[k].unit = -1;
     }
     assert_lent(s);
-    mt_unlock(&s->map_mu);
-    mt_unlock(&plane_of(u)->making);
 }
 
 void mt_store_device_close(mt_store *s)
@@ -234,19 +219,16 @@ int mt_store_passes(const mt_store *s, int unit)
 mt_status mt_store_set_passing(mt_store *s, int unit)
 {
     mt__unit *u = mt__unit_at(s, unit);
-    int       made;
 
     if (u == NULL)
         return mt__no_unit(s, unit);
     if (u->shared)
         return MT_FAIL(MT_ENOTSUP, "unit %s: processes share its memory; gradients that pass are "
                        "not built for that yet", u->name);
-    mt_lock(&s->map_mu);
-    if (!(made = plane_of(u)->at != NULL))
-        atomic_store(&u->passing, 1);
-    mt_unlock(&s->map_mu);
-    if (made)
+    MT_HOLD(&s->map_mu);
+    if (plane_of(u)->at != NULL)
         return MT_FAIL(MT_ESTATE, "unit %s has a GRAD plane already; its gradients cannot pass",
                        u->name);
+    atomic_store(&u->passing, 1);
     return MT_OK;
 }

@@ -15,24 +15,11 @@
 
 #define TO(x) MT_MIRROR_##x
 #define ROW(state, a, b, c, d, e, f, g, h, i) \
-    { TO(a), TO(b), TO(c), TO(d), TO(e), TO(f), TO(g), TO(h), TO(i) },
+    [TO(state)] = { TO(a), TO(b), TO(c), TO(d), TO(e), TO(f), TO(g), TO(h), TO(i) },
 static const unsigned char table[MT_MIRROR_STATE_COUNT][MT_MIRROR_EVENT_COUNT] = {
     MT_MIRROR_TABLE(ROW)
 };
 #undef ROW
-
-mt_mirror_state mt_mirror_next(mt_mirror_state from, mt_mirror_event e)
-{
-    return (mt_mirror_state)table[from][e];
-}
-
-const char *mt_mirror_name(mt_mirror_state state)
-{
-#define NAME(name) #name,
-    static const char *const names[] = { MT_MIRROR_STATES(NAME) "NEVER" };
-#undef NAME
-    return names[state];
-}
 
 /* ---- copies: under mirror_mu -------------------------------------------------------------- */
 
@@ -342,10 +329,10 @@ static mt_status ask(mt_store *s, int unit, unsigned planes, int claims)
     return st;
 }
 
-static mt_status wait_for(mt_store *s, int unit, unsigned planes)
+static mt_status wait_for(mt_store *s, int unit, unsigned planes, int updates)
 {
     if (planes & ~(1u << MT_PLANE_GRAD))
-        MT_DO(mt_ledger_wait_updates(s, unit));
+        MT_DO(updates ? mt_ledger_wait_updates(s, unit) : mt_ledger_check(s));
     if (planes & 1u << MT_PLANE_GRAD)
         MT_DO(mt_ledger_wait_grads(s, unit));
     return MT_OK;
@@ -442,19 +429,6 @@ int mt_mirror_release_apart(mt_store *s, int unit)
 
 /* ---- readers ------------------------------------------------------------------------------ */
 
-/* Nobody is behind the door who could take away what is here, and all of it is. */
-static int is_here(mt_store *s, int unit, unsigned planes, int claims)
-{
-    mt__unit *u = mt__unit_at(s, unit);
-    int       here;
-
-    MT_HOLD(&s->mirror_mu);
-    here = !u->mirror.busy && which(u, -1, planes, IS(STALE) | IS(TORN)) == 0;
-    if (here && claims)
-        u->mirror.claimed |= planes & planes_of(u);
-    return here;
-}
-
 /* Behind the door. Memory first: pages by the gigabyte take their time, so they are made under no
  * lock. */
 static mt_status load(mt_store *s, int unit, unsigned planes, int claims)
@@ -488,13 +462,20 @@ static mt_status load(mt_store *s, int unit, unsigned planes, int claims)
  * that is announced. */
 static mt_status bring_own(mt_store *s, int unit, unsigned planes, int claims)
 {
-    const mt__unit *u = mt__unit_or_none(s, unit);
-    const mt_home  *h = home_of(u);
-    mt_status       st;
+    mt__unit      *u = mt__unit_at(s, unit);
+    const mt_home *h = home_of(u);
+    int            here;
+    mt_status      st;
 
     if (planes & h->visit && h->wait != NULL)
         MT_DO(h->wait(u->home_of, unit, planes & h->visit));
-    if (is_here(s, unit, planes, claims))
+    MT_WITH(&s->mirror_mu) {
+        /* Nobody is behind the door who could take away what is here, and all of it is. */
+        here = !u->mirror.busy && which(u, -1, planes, IS(STALE) | IS(TORN)) == 0;
+        if (here && claims)
+            u->mirror.claimed |= planes & planes_of(u);
+    }
+    if (here)
         return MT_OK;
     MT_DO(mt_mirror_enter(s, unit));
     st = load(s, unit, planes, claims);
@@ -525,7 +506,7 @@ static mt_status bring(mt_store *s, int unit, unsigned planes, int claims, int a
     mt_status          st;
 
     if (own != 0) {
-        MT_DO(wait_for(s, unit, own));
+        MT_DO(wait_for(s, unit, own, claims));
         MT_DO(bring_own(s, unit, own, claims));
     }
     if (!all || s->share == NULL || a.u == NULL)
@@ -540,7 +521,7 @@ static mt_status bring(mt_store *s, int unit, unsigned planes, int claims, int a
     mt_unlock(&s->mirror_mu);
     if (a.planes == 0)
         return MT_OK;
-    MT_DO(wait_for(s, unit, a.planes));
+    MT_DO(wait_for(s, unit, a.planes, claims));
     mt_lock(&s->ledger.mu);
     /* Hand-overs change gradients, and updates all else. What waits for a save to copy it has not
      * changed yet. */
@@ -592,7 +573,7 @@ mt_status mt_mirror_push(mt_store *s, int unit, int param, unsigned planes)
         return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d", mt_store_name(s, unit),
                        param, mt_store_params(s, unit));
     now = planes & ~home_of(mt__unit_at(s, unit))->later;
-    MT_DO(wait_for(s, unit, planes));
+    MT_DO(wait_for(s, unit, planes, 1));
     MT_DO(mt_mirror_enter(s, unit));
     mt_mirror_tell(s, unit, param, planes, MT_MIRROR_SET);
     if (now != 0)
@@ -632,7 +613,7 @@ static mt_status meet_evict(mt_store *s, int unit, int first)
     mt_status       st;
 
     mt_ledger_say(s, MT_COUNT_EVICTED, n, (uint64_t)(unsigned)unit);
-    MT_DO(mt_ledger_meet(s, MT_COUNT_EVICTED, n, 0, NULL));
+    MT_DO(mt_ledger_meet(s, MT_COUNT_EVICTED, n, 0));
     rank = mt_board_differs(b, MT_COUNT_EVICTED, (uint64_t)(unsigned)unit);
     if (!first || rank == ranks)
         return MT_OK;

@@ -89,9 +89,6 @@ typedef enum mt_mirror_event {
 #undef MT__MIRROR_STATE
 #undef MT__MIRROR_EVENT
 
-mt_mirror_state mt_mirror_next(mt_mirror_state from, mt_mirror_event e);
-const char     *mt_mirror_name(mt_mirror_state state);
-
 /* ---- homes -------------------------------------------------------------------------------- */
 
 /* Called by a home that ends before the store: the unit has no mirror any more. It need not have
@@ -117,9 +114,10 @@ void      mt_mirror_drop   (mt_store *s, int unit, unsigned planes);
  * Of a unit that has no home but the host there is nothing to do, and of other planes neither. */
 
 /* Host planes are current: waits for what is announced of them, and for copies of what is stale.
- * bring claims them; peek is followed by release. MT_ESTATE where a copy is TORN. In a share each
- * rank copies its own portion: the others are asked for theirs (mirror.c), where these are not in
- * host memory yet. bring_own does not ask. */
+ * bring claims them. peek is a save's, and is followed by release: updates announced meanwhile wait
+ * for the save, so it does not for them. MT_ESTATE where a copy is TORN. In a share each rank
+ * copies its own portion: the others are asked for theirs (mirror.c), where these are not in host
+ * memory yet. bring_own does not ask. */
 mt_status mt_mirror_bring  (mt_store *s, int unit, unsigned planes);
 mt_status mt_mirror_bring_own(mt_store *s, int unit, unsigned planes);
 mt_status mt_mirror_peek   (mt_store *s, int unit, unsigned planes);

@@ -14,6 +14,7 @@
 #include "worker.h"
 
 #include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -26,7 +27,6 @@ typedef struct parcel {
     mt_dtype     dt;
     int64_t      n;          /* elements of the parameter that are this process's; addresses are of
                               * the first one */
-    int          whole;      /* the unit has one owner */
     size_t       bytes;
     int          settled;    /* the unit is settled: grad and acc are on the device, and nothing is
                               * staged */
@@ -164,16 +164,11 @@ static mt_status collect(void *arg, mt_job *node)
     return st;
 }
 
-/* The collector never stops short of the latest ticket, so this ends when the device answers, or is
- * stuck. */
-static mt_status wait_home(mt_offload *o, uint64_t t)
-{
-    return mt_worker_wait(&o->collector, mt_store_watch(o->store), t, NULL,
-                          "gradients to be in host memory");
-}
+#define HOME "gradients to be in host memory"
 
-/* The putting thread, which launches windows too: as wait_home,
- * and where it does wait that is recorded. */
+/* The putting thread, which launches windows too: where it does wait that is recorded. The
+ * collector never stops short of the latest ticket, so this ends when the device answers, or is
+ * stuck. */
 static mt_status wait_room(mt_offload *o, uint64_t t)
 {
     mt_span   span;
@@ -182,7 +177,7 @@ static mt_status wait_room(mt_offload *o, uint64_t t)
     if (MT_LOCKED(&o->mu, o->collector.ended) >= t)
         return MT_OK;
     mt_timeline_begin(o->timeline, &span, MT_LANE_HAND, MT_WORK_WAIT, -1, NULL);
-    st = wait_home(o, t);
+    st = mt_worker_wait(&o->collector, mt_store_watch(o->store), t, NULL, HOME);
     mt_timeline_end(o->timeline, &span, 0, NULL);
     return st;
 }
@@ -332,15 +327,10 @@ static mt_status parcel_make(mt_offload *o, int unit, const mt_grad_item *it, ta
     if (it->src == NULL && n > 0)
         return MT_FAIL(MT_EINVAL, "unit %s: the gradient of parameter %d is at no address", name,
                        it->param);
-    if (it->mode == MT_GRAD_ADD && (settled ? o->kernels.accumulate_put == NULL
-                                            : o->kernels.accumulate == NULL))
-        return MT_FAIL(MT_ENOTSUP, "unit %s: gradients are to be added, and mt_offload_open() was "
-                       "given no accumulate", name);
     if (it->mode != MT_GRAD_SET && mt_store_passes(o->store, unit))
         return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass, so none is there to add to", name);
     *p = (parcel){ .item = *it, .dt = d->dtype, .n = n, .sum = &y->sum[it->param],
-                   .chunks = y->chunks[it->param], .settled = settled,
-                   .whole = mt_store_owners(o->store, unit) == 1 };
+                   .chunks = y->chunks[it->param], .settled = settled };
     p->bytes = (size_t)p->n * mt_dtype_bytes(p->dt);
     MT_DO(plane_at(o, unit, it->param, MT_PLANE_GRAD, 0, &p->grad));
     if (it->mode == MT_GRAD_SET)
@@ -373,7 +363,7 @@ static mt_status prepare(mt_offload *o, ticket *t, int unit, const mt_grad_item 
         t->params[i] = items[i].param;
         if (is_staged(&t->parcels[i])) {
             t->adds++;
-            need += (t->parcels[i].bytes + 511) / 512 * 512;
+            need += mt_round_up(t->parcels[i].bytes, 512);
         }
     }
     *g = NULL;
@@ -389,7 +379,7 @@ static mt_status prepare(mt_offload *o, ticket *t, int unit, const mt_grad_item 
     for (int i = 0; i < n && *g != NULL; i++)
         if (is_staged(&t->parcels[i])) {
             t->parcels[i].staged = (char *)(*g)->mem.base + need;
-            need += (t->parcels[i].bytes + 511) / 512 * 512;
+            need += mt_round_up(t->parcels[i].bytes, 512);
         }
     return MT_OK;
 }
@@ -426,8 +416,7 @@ static mt_status put_all(mt_offload *o, ticket *t, mt_queue *run)
             MT_DO(kernels->accumulate_put(kernels->ctx, o->d2h, p->dt, p->acc, p->grad, src, p->n,
                                           p->from_grad, p->sum, p->chunks));
         } else {
-            if (kernels->sumsq != NULL)
-                MT_DO(kernels->sumsq(kernels->ctx, o->d2h, p->dt, src, p->n, p->sum, p->chunks));
+            MT_DO(kernels->sumsq(kernels->ctx, o->d2h, p->dt, src, p->n, p->sum, p->chunks));
             if (src != p->grad)
                 MT_DO(v->copy(o->d2h, p->grad, src, p->bytes));
         }
@@ -445,11 +434,10 @@ static void note(mt_offload *o, const ticket *t, tally *y, int sent)
 {
     for (int i = 0; i < t->n; i++) {
         const parcel *p = &t->parcels[i];
-        int           sums = p->item.mode == MT_GRAD_ADD || o->kernels.sumsq != NULL;
 
         y->flags[p->item.param] = (unsigned char)(!sent ? 0 :
-            (sums && p->whole ? MT_GRAD_COUNTED : 0) |
-            (sums && p->chunks != NULL ? MT_GRAD_CHUNKED : 0) |
+            (o->cx->share == NULL ? MT_GRAD_COUNTED : 0) |
+            (p->chunks != NULL ? MT_GRAD_CHUNKED : 0) |
             (p->acc != NULL ? MT_GRAD_SUMMED : 0));
         o->d2h_bytes += sent && !p->settled ? p->bytes : 0;      /* what leaves the device */
     }
@@ -461,8 +449,7 @@ static void give_up(mt_offload *o, const ticket *t, tally *y)
 {
     char text[1024];
 
-    strncpy(text, mt_last_error(), sizeof text - 1);
-    text[sizeof text - 1] = '\0';
+    snprintf(text, sizeof text, "%s", mt_last_error());
     (void)o->dev->ops->sync(o->d2h);
     mt_lock(&o->mu);
     note(o, t, y, 0);
@@ -523,7 +510,7 @@ mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int
     assert_state(o);
     mt_unlock(&o->mu);
     *number = next;
-    if (!mt_syncs(o->cx))
+    if (!o->cx->debug.sync)
         return MT_OK;
     ask = mt_watch_asks(NULL);   /* what was put is not to be put again: no signal ends it */
     st = mt_offload_drain(o);
@@ -557,7 +544,7 @@ mt_status mt_offload_drain(mt_offload *o)
     /* The ledger first: its waits name the unit. */
     for (int u = 0; u < mt_store_units(o->store); u++)
         MT_DO(mt_ledger_wait_grads(o->store, u));
-    MT_DO(wait_home(o, put));
+    MT_DO(mt_worker_wait(&o->collector, mt_store_watch(o->store), put, NULL, HOME));
     return mt_ledger_check(o->store);
 }
 
@@ -584,10 +571,9 @@ const double *mt_offload_chunks(mt_offload *o, int unit, int param, int64_t *n)
     int64_t       from;
     tally        *y;
 
-    mt_lock(&o->mu);
-    if ((y = known(o, unit, param)) != NULL)
-        chunks = y->chunks[param];
-    mt_unlock(&o->mu);
+    MT_WITH(&o->mu)
+        if ((y = known(o, unit, param)) != NULL)
+            chunks = y->chunks[param];
     *n = chunks != NULL ? mt_grains(mt_store_owned(o->store, unit, param, &from)) : 0;
     return chunks;
 }
@@ -599,13 +585,12 @@ double mt_offload_fold(const mt_offload *o, const double *chunks, int64_t n)
 
 /* The value was written by d2h or the collector before they ended the hand-over in the ledger,
  * which the caller has waited for; a forget since has cleared the flag and left the value. */
-double mt_offload_sumsq(mt_offload *o, int unit, int param, int *valid)
+double mt_offload_sumsq(mt_offload *o, int unit, int param)
 {
     tally *y;
 
     MT_HOLD(&o->mu);
     y = known(o, unit, param);
-    *valid = y != NULL && (y->flags[param] & MT_GRAD_COUNTED) != 0;
     return y != NULL ? y->sum[param] : 0;
 }
 

@@ -61,7 +61,7 @@ typedef mt_status (*mt_accumulate_put_fn)(void *ctx, mt_queue *q, mt_dtype dt, f
 typedef struct mt_offload_kernels {
     mt_sumsq_fn          sumsq;
     mt_accumulate_fn     accumulate;
-    mt_accumulate_put_fn accumulate_put;     /* NULL: gradients of settled units are only set */
+    mt_accumulate_put_fn accumulate_put;
     void                *ctx;                /* handed to sumsq and accumulate_put */
     /* The sum of squares of which these are the chunks' sums. Where processes share units. */
     double             (*fold)(const double *chunks, int64_t n);
@@ -86,12 +86,11 @@ uint64_t  mt_offload_passed(mt_offload *o);
 mt_status mt_offload_land  (mt_offload *o, mt_queue *run);
 mt_status mt_offload_drain (mt_offload *o);              /* host: everything put so far is over */
 
-/* Sum of squares of a parameter's gradient as it stands. Call after mt_ledger_wait_grads.
- * valid = 0 when none was made since mt_offload_forget, or the unit has several owners: the job's
- * sumsq is for that, which has all their chunks (ops/sumsq.h). */
-double    mt_offload_sumsq(mt_offload *o, int unit, int param, int *valid);
+/* Sum of squares of a parameter's gradient, where one was counted (MT_GRAD_COUNTED, below); in a
+ * share there are those of chunks alone. Call after mt_ledger_wait_grads. */
+double    mt_offload_sumsq(mt_offload *o, int unit, int param);
 /* Of a parameter's gradient, as of now: is its sum of squares made, or on its way? Are those of the
- * chunks that are this one's, where the unit has several owners? Has the ACC plane, or will it
+ * chunks that are this one's, in a share? Has the ACC plane, or will it
  * have, the gradient, of which the GRAD plane is the rounded copy? Asked before the next forget,
  * which an update that was submitted before does not heed: the updater notes it at submit, since
  * zero_grad() follows step() before the gradients are there. Forget leaves the values for the

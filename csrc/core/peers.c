@@ -32,13 +32,13 @@ static int name(const mt_store *s, int rank, char *out, size_t cap)
 
 static void look_for_failure(mt_store *s, int rank)
 {
-    const char *why = mt_share_failure(s->share, rank);
-    char        who[80], text[1024];
+    size_t cap;
+    char   who[80], text[1024];
 
-    if (why == NULL)
+    if (!mt_share_said(s->share, MT_COUNT_FAILED, rank))
         return;
     name(s, rank, who, sizeof who);
-    snprintf(text, sizeof text, "%s: %s", who, why);
+    snprintf(text, sizeof text, "%s: %s", who, mt_share_why(s->share, rank, &cap));
     mt__ledger_fault_of(s, text);
 }
 
@@ -205,7 +205,7 @@ void mt_store_leave(mt_store *s)
     if (s == NULL || !is_running(&s->peers))
         return;
     atomic_store(&s->peers.stop, 1);
-    mt_share_leave(s->share);                /* wakes our thread too */
+    mt_share_once(s->share, MT_COUNT_LEFT);  /* wakes our thread too */
     end(&s->peers);
 }
 
@@ -216,7 +216,7 @@ void mt_store_stay(mt_store *s, double seconds)
 
     if (!is_running(&s->serves))
         return;
-    mt_share_part(s->share);
+    mt_share_once(s->share, MT_COUNT_PARTED);
     while ((double)(mt_now_ns() - since) < seconds * 1e9) {
         uint32_t word = mt_share_word(s->share);
 

@@ -15,11 +15,6 @@ typedef struct cutting {
     unsigned        kinds;               /* planes of its first part */
 } cutting;
 
-static size_t up_to(size_t bytes, size_t align)
-{
-    return (bytes + align - 1) / align * align;
-}
-
 /* Of n elements, each plane in whole `align`. */
 static size_t bytes_of(const cutting *c, int param, unsigned planes, int64_t n, size_t align)
 {
@@ -27,18 +22,13 @@ static size_t bytes_of(const cutting *c, int param, unsigned planes, int64_t n, 
 
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         if (planes >> p & 1)
-            bytes += up_to(mt_store_plane_bytes(c->s, c->unit, param, (mt_plane)p, n), align);
+            bytes += mt_round_up(mt_store_plane_bytes(c->s, c->unit, param, (mt_plane)p, n), align);
     return bytes;
 }
 
 static mt_piece *last_of(const cutting *c)
 {
     return &c->p->piece[c->p->n - 1];
-}
-
-static size_t weights_align(const cutting *c)
-{
-    return c->how->spacing > MT_PART_ALIGN ? c->how->spacing : MT_PART_ALIGN;
 }
 
 /* Weights where they lie; the others from where they begin, which the whole piece tells. */
@@ -57,11 +47,11 @@ static mt_status add_part(cutting *c, int param, unsigned planes, int64_t from, 
         k->offset[p] = MT_PART_ABSENT;
         if (!(planes >> p & 1) || bytes == 0)
             continue;
-        k->offset[p] = p == MT_PLANE_HI ? up_to(piece->hi_bytes, weights_align(c)) : c->rest;
+        k->offset[p] = p == MT_PLANE_HI ? mt_round_up(piece->hi_bytes, c->how->spacing) : c->rest;
         if (p == MT_PLANE_HI)
             piece->hi_bytes = k->offset[p] + bytes;
         else
-            c->rest += up_to(bytes, MT_PART_ALIGN);
+            c->rest += mt_round_up(bytes, MT_PART_ALIGN);
     }
     if (++piece->n > c->p->most)
         c->p->most = piece->n;
@@ -72,8 +62,8 @@ static void finish_piece(cutting *c)
 {
     mt_piece *piece = last_of(c);
 
-    piece->weights = up_to(piece->hi_bytes, c->how->align);
-    piece->bytes = piece->weights + up_to(c->rest, c->how->align);
+    piece->weights = mt_round_up(piece->hi_bytes, c->how->align);
+    piece->bytes = piece->weights + mt_round_up(c->rest, c->how->align);
     for (int i = piece->first; i < piece->first + piece->n; i++)
         for (int p = 0; p < MT_PLANE_COUNT; p++)
             if (p != MT_PLANE_HI && c->p->part[i].offset[p] != MT_PART_ABSENT)
@@ -106,7 +96,7 @@ static mt_status cut_param(cutting *c, int param, unsigned planes)
         /* Weights, and the rest, in whole `align` each may take more than together. */
         most = how->budget - ((planes & HI) != 0 || piece->hi_bytes > 0 ? how->align - MT_PART_ALIGN
                                                                         : 0);
-        used = up_to(piece->hi_bytes, weights_align(c)) + c->rest;
+        used = mt_round_up(piece->hi_bytes, c->how->spacing) + c->rest;
         most = most > used ? most - used : 0;
         n = end - from;                  /* all of them, or as many whole grains as fit */
         if (bytes_of(c, param, planes, n, MT_PART_ALIGN) > most) {

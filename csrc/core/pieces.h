@@ -7,7 +7,8 @@
  *   pieces  what came of it: every element of those planes that is this process's own is in one
  *           part, in order
  *
- *     mt_pieces_cut(store, unit, &(mt_cut){ planes, bytes, MT_PART_ALIGN, 128, 0 }, &p);
+ *     mt_pieces_cut(store, unit, &(mt_cut){ planes, bytes, MT_PART_ALIGN, 128, 0,
+ *                                          MT_PART_ALIGN }, &p);
  *     for (int i = 0; i < p->n; i++) {
  *         mt_pieces_at(p, i, buffer, parts);              // of p->piece[i].n parts
  *         mt_part_host(store, unit, &parts[0], MT_PLANE_M, &host, &bytes);
@@ -42,7 +43,7 @@ typedef struct mt_cut {
     int64_t         grain;               /* elements */
     int             most;                /* parts in a piece; 0: as many as fit */
     size_t          spacing;             /* weights of a parameter begin at multiples of it, as in
-                                          * plane HI; 0: MT_PART_ALIGN */
+                                          * plane HI: MT_PART_ALIGN at least */
 } mt_cut;
 
 typedef struct mt_stretch {

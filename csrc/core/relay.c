@@ -53,8 +53,7 @@ static mt_status add(mt_relay *r, mt_parcel p, void *base)
 {
     if (p.bytes == 0)
         return MT_OK;
-    if (r->n == r->room)
-        MT_DO(MT_GROW(r->items, r->room, 2 * r->room + 8, "relay"));
+    MT_DO(MT_GROW(r->items, r->room, r->n + 1, "relay"));
     r->items[r->n++] = (item){ p, (char *)base + p.at };
     return MT_OK;
 }

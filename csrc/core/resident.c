@@ -6,15 +6,33 @@
  *
  * The next await of a unit gives the memory of stale copies back: in a loop of one thread that is
  * behind whatever read them, a backward in which the update began included.
+ *
+ * The ferry: an all-gather of updated weights between ranks that have them on their devices. Each
+ * rank has the whole weights of a settled unit in a slot, and updates its own portion there. The
+ * others copy that portion from slot to slot, where slots are within each other's reach (NVLink, or
+ * peer access over PCIe): 2 (N - 1) / N bytes of a parameter. It also goes down to the share, where
+ * every process reads weights whatever the unit's home: 2 / N bytes. Ranks whose slots are out of
+ * reach fetch it up from there. Other machines' portions come into the slot of who speaks for their
+ * rank (relay.h), and go down to the share from there. No rank waits at a collective.
+ *
+ * Units are raised in the order in which their updates were put, ahead of their windows; an await
+ * that comes before does it itself. They are lowered in chunks, two in the queue at a time: a
+ * device has one engine for copies to the host, and a value that somebody reads waits behind all of
+ * them.
  */
 #include "resident_impl.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #define HI    (1u << MT_PLANE_HI)
 #define IS(x) (1u << MT_MIRROR_##x)
 
 #define DONE "its updates and copies on the device (the event STEPPED)"
+#define DOWN "its weights' way to the share (the event LOWERED)"
+#define UP   "the other ranks' weights (the event RAISED)"
+
+#define CHUNK ((size_t)32 << 20)         /* bytes that go down at a time: under a millisecond */
 
 /* Under mu, at each door: a guest has its events, and parts as long as it stays. */
 void mt__assert_settled(const mt_resident *r, const mt__settled *h)
@@ -25,6 +43,192 @@ void mt__assert_settled(const mt_resident *r, const mt__settled *h)
     MT_ASSERT(!mt_arrive_invited(r, h->unit) || (h->last != NULL && h->vacant != NULL));
     MT_ASSERT(h->parts != NULL || h->n == 0);
     MT_ASSERT((r->scratch == NULL) == (r->scratch_bytes == 0));
+}
+
+/* Under mu. Behind what was put in q for the unit. */
+mt_status mt__record(const mt_resident *r, const mt__settled *h, mt_queue *q, mt_event *e,
+                     mt_post *post, const char *queue, const char *awaits)
+{
+    MT_DO(r->dev->ops->record(q, e));
+    mt_watch_put(mt_store_watch(r->store), post, queue, mt_store_name(r->store, h->unit), awaits,
+                 e);
+    return MT_OK;
+}
+
+/* ---- the ferry -------------------------------------------------------------------------- */
+
+/* Bytes [from, to) of plane HI that are the rank's. */
+static mt_status portion_of(const mt_resident *r, int unit, int rank, size_t *from, size_t *to)
+{
+    return mt_portion_bytes(r->store, unit, rank, mt_share_ranks(r->cx->share), from, to);
+}
+
+/* Bytes [from, to), between the share and the slot. */
+static mt_status copy_share(const mt_resident *r, const mt__settled *h, mt_queue *q, int up,
+                            size_t from, size_t to)
+{
+    void     *hi;
+    mt_status st = mt_store_hi(r->store, h->unit, &hi);
+    char     *host = (char *)hi + from, *there = (char *)h->mem + from;
+
+    if (st != MT_OK || from == to)
+        return st;
+    return r->dev->ops->copy(q, up ? there : host, up ? host : there, to - from);
+}
+
+static mt_status wait_for(mt_resident *r, int unit, mt_event *e, const char *awaits)
+{
+    return mt_watch_sync(mt_store_watch(r->store), e, mt_store_name(r->store, unit), awaits);
+}
+
+/* Under mu. One rise brings all that came before it. */
+static void submit_rise(mt_resident *r, mt__settled *h)
+{
+    if (!h->rise.listed)
+        (void)mt_worker_submit(&r->ferry.raises, &h->rise);
+}
+
+/* The others may copy of the slot. */
+static mt_status see_step(void *arg, mt_job *node)
+{
+    mt_resident *r = arg;
+    mt__settled *h = r->units[((mt_update *)(void *)node)->j.unit];
+    mt_status    st;
+
+    mt_unlock(&r->mu);
+    st = wait_for(r, h->unit, h->done, "its update on the device (the event STEPPED)");
+    if (st == MT_OK)
+        mt_ledger_update_stepped(r->store, h->unit);
+    else
+        mt_ledger_fault(r->store, st, mt_last_error());
+    mt_lock(&r->mu);
+    submit_rise(r, h);
+    (void)mt_worker_submit(&r->ferry.ends, node);
+    return st;
+}
+
+/* Lowered chunk by chunk, and ended. */
+static mt_status end_update(void *arg, mt_job *node)
+{
+    mt_resident      *r = arg;
+    struct mt__ferry *f = &r->ferry;
+    const mt_dev_ops *v = r->dev->ops;
+    mt_update        *u = (mt_update *)(void *)node;
+    mt__settled      *h = r->units[u->j.unit];
+    size_t            from, to, n, bytes = 0;
+    mt_span           span;
+    mt_status         st;
+
+    mt_unlock(&r->mu);
+    MT_TRY(mt_ledger_check(r->store));
+    MT_TRY(portion_of(r, h->unit, mt_share_rank(r->cx->share), &from, &to));
+    /* MOVED: the weights are the update's. */
+    MT_TRY(mt_edge(r->cx, MT_EDGE_MOVED, f->down, h->done));
+    mt_timeline_begin(r->cx->timeline, &span, MT_LANE_THROUGH, MT_WORK_OFFLOAD, h->unit, f->down);
+    for (size_t at = from, i = 0; at < to; at += n, i++) {
+        n = to - at < CHUNK ? to - at : CHUNK;
+        MT_TRY(copy_share(r, h, f->down, 0, at, at + n));
+        MT_TRY(v->record(f->down, f->chunks[i % 2]));
+        if (i > 0)
+            MT_TRY(v->sync_event(f->chunks[(i - 1) % 2]));
+    }
+    mt_timeline_end(r->cx->timeline, &span, bytes = to - from, f->down);
+    MT_TRY(mt__record(r, h, f->down, h->lowered, &h->lowering, "weights down", DOWN));
+    if (!mt_skips(r->cx, MT_EDGE_LOWERED))
+        st = wait_for(r, h->unit, h->lowered, DOWN);
+fail:
+    mt_update_over(r->store, u, st);
+    mt_lock(&r->mu);
+    r->stats.d2h_bytes += bytes;
+    h->trip = NULL;
+    if (h->slots == NULL)
+        submit_rise(r, h);
+    return st;
+}
+
+static mt_status raise_unit(void *arg, mt_job *node);
+
+static void ferry_close(mt_resident *r)
+{
+    struct mt__ferry *f = &r->ferry;
+
+    atomic_store(&f->stopped, 1);            /* updates end; what was not raised is left */
+    mt_worker_close(&f->steps);
+    mt_worker_close(&f->ends);
+    mt_worker_close(&f->raises);
+    r->dev->ops->queue_close(f->down);
+    r->dev->ops->queue_close(f->up);
+    r->dev->ops->queue_close(f->landing);
+    r->dev->ops->event_close(f->chunks[0]);
+    r->dev->ops->event_close(f->chunks[1]);
+    memset(f, 0, sizeof *f);
+}
+
+/* Where it is not. */
+static mt_status ferry_open(mt_resident *r)
+{
+    struct mt__ferry *f = &r->ferry;
+    mt_status         st;
+
+    if (f->open)
+        return MT_OK;
+    MT_TRY(r->dev->ops->queue_open(r->dev, "weights down", &f->down));
+    MT_TRY(r->dev->ops->queue_open(r->dev, "weights up", &f->up));
+    MT_TRY(r->dev->ops->queue_open(r->dev, "other machines' weights down", &f->landing));
+    MT_TRY(r->dev->ops->event_open(r->dev, &f->chunks[0]));
+    MT_TRY(r->dev->ops->event_open(r->dev, &f->chunks[1]));
+    MT_TRY(mt_worker_open(&f->raises, &r->mu, 1, "mt-raises", "weights up", raise_unit, r));
+    MT_TRY(mt_worker_open(&f->ends, &r->mu, 1, "mt-lowers", "weights down", end_update, r));
+    MT_TRY(mt_worker_open(&f->steps, &r->mu, 1, "mt-steps", "device update", see_step, r));
+    f->open = 1;
+    return MT_OK;
+fail:
+    ferry_close(r);
+    return st;
+}
+
+/* As mt_resident_reach; names NULL: what was reached is left. */
+static mt_status reach(mt_resident *r, mt__settled *h, const mt_mem_name *names)
+{
+    int       ranks = r->cx->share != NULL ? mt_share_ranks(r->cx->share) : 0;
+    mt_status st = MT_OK;
+
+    for (int rank = 0; h->slots != NULL && rank < ranks; rank++)
+        if (h->slots[rank] != NULL && mt_share_speaker(r->cx->share, rank) == rank)
+            r->dev->ops->mem_leave(r->dev, &h->names[rank], h->slots[rank]);
+    free(h->slots);
+    free(h->names);
+    h->slots = NULL;
+    h->names = NULL;
+    if (names == NULL)
+        return MT_OK;
+    MT_TRY(MT_MAKE(h->names, ranks, "ferry"));
+    MT_TRY(MT_MAKE(h->slots, ranks, "ferry"));
+    for (int rank = 0; rank < ranks; rank++) {
+        h->names[rank] = names[rank];
+        if (rank != mt_share_rank(r->cx->share) && mt_share_speaker(r->cx->share, rank) == rank)
+            MT_TRY(r->dev->ops->mem_reach(r->dev, &names[rank], &h->slots[rank]));
+    }
+    for (int rank = 0; rank < ranks; rank++)             /* another machine's are in its speaker's */
+        h->slots[rank] = h->slots[mt_share_speaker(r->cx->share, rank)];
+    return MT_OK;
+fail:
+    (void)reach(r, h, NULL);
+    return st;
+}
+
+mt_status mt_resident_raised(mt_resident *r)
+{
+    mt_watch         *watch = mt_store_watch(r->store);
+    struct mt__ferry *f = &r->ferry;
+
+    if (!f->open)
+        return MT_OK;
+    MT_DO(mt_worker_wait(&f->steps, watch, MT_WORKER_ALL, NULL, "updates on the device"));
+    MT_DO(mt_worker_wait(&f->ends, watch, MT_WORKER_ALL, NULL, "weights on their way down"));
+    MT_DO(mt_worker_wait(&f->raises, watch, MT_WORKER_ALL, NULL, "weights on their way up"));
+    MT_DO(r->dev->ops->sync(f->down));
+    return r->dev->ops->sync(f->up);
 }
 
 /* ---- open and close --------------------------------------------------------------------- */
@@ -51,7 +255,7 @@ static void settled_close(mt_resident *r, mt__settled *h)
     if (h == NULL)
         return;
     mt__arrive_close(r, h);
-    (void)mt__ferry_reach(r, h, NULL);
+    (void)reach(r, h, NULL);
     mt_watch_take(watch, &h->post);
     mt_watch_take(watch, &h->using);
     mt_watch_take(watch, &h->lowering);
@@ -70,7 +274,7 @@ void mt_resident_close(mt_resident *r)
     if (r->cx->residents == r)
         r->cx->residents = NULL;
     mt_store_serve_end(r->store);
-    mt__ferry_close(r);
+    ferry_close(r);
     r->dev->ops->queue_close(r->queue);
     r->dev->ops->queue_close(r->guests);
     for (int u = 0; u < r->n_units; u++)
@@ -113,7 +317,7 @@ mt_status mt_resident_settle(mt_resident *r, int unit, void *mem)
     MT_TRY(r->dev->ops->event_open(r->dev, &h->done));
     MT_TRY(r->dev->ops->event_open(r->dev, &h->used));
     if (r->cx->share != NULL) {
-        MT_TRY(mt__ferry_open(r));
+        MT_TRY(ferry_open(r));
         MT_TRY(r->dev->ops->event_open(r->dev, &h->lowered));
         MT_TRY(r->dev->ops->event_open(r->dev, &h->raised));
     }
@@ -141,7 +345,7 @@ mt_status mt_resident_reach(mt_resident *r, int unit, const mt_mem_name *names)
     mt__settled *h;
 
     MT_DO(mt__settled_find(r, unit, &h));
-    return mt__ferry_reach(r, h, names);
+    return reach(r, h, names);
 }
 
 void *mt_resident_mem(const mt_resident *r, int unit)
@@ -160,23 +364,6 @@ mt_status mt_resident_at(mt_resident *r, int unit, int param, mt_plane p, void *
     if (p != MT_PLANE_HI || mt_store_desc(r->store, unit, param) == NULL)
         return mt_store_device_at(r->store, unit, param, p, out);
     *out = (char *)h->mem + mt_store_offset(r->store, unit, param);
-    return MT_OK;
-}
-
-mt_status mt_resident_parts(mt_resident *r, int unit, const mt_part **parts, int *n,
-                            int *guest)
-{
-    *guest = mt_arrive_invited(r, unit);
-    return *guest ? mt__arrive_parts(r, unit, parts, n) : MT_OK;
-}
-
-/* Under mu. Behind what was put in q for the unit. */
-mt_status mt__record(const mt_resident *r, const mt__settled *h, mt_queue *q, mt_event *e,
-                     mt_post *post, const char *queue, const char *awaits)
-{
-    MT_DO(r->dev->ops->record(q, e));
-    mt_watch_put(mt_store_watch(r->store), post, queue, mt_store_name(r->store, h->unit), awaits,
-                 e);
     return MT_OK;
 }
 
@@ -206,6 +393,44 @@ static int is_ahead(const mt_resident *r, int unit)
     return mt_mirror_any(r->store, unit, -1, HI, IS(AHEAD) | IS(TORN));
 }
 
+/* Under mu. The others' portions, in `up`. */
+static mt_status put_raise(mt_resident *r, mt__settled *h)
+{
+    mt_queue *q = r->ferry.up;
+    mt_span   span;
+    uint64_t  bytes = 0;
+    size_t    from, to;
+
+    MT_ASSERT(mt_holds(&r->mu));
+    mt_timeline_begin(r->cx->timeline, &span, h->slots != NULL ? MT_LANE_GATHER : MT_LANE_THROUGH,
+                      MT_WORK_FETCH, h->unit, q);
+    for (int rank = 0; rank < mt_share_ranks(r->cx->share); rank++) {
+        /* What this rank updates, and what came from other machines for it, is there. */
+        if (rank == mt_share_rank(r->cx->share) || (h->slots != NULL && h->slots[rank] == NULL))
+            continue;
+        MT_DO(portion_of(r, h->unit, rank, &from, &to));
+        if (h->slots == NULL)
+            MT_DO(copy_share(r, h, q, 1, from, to));
+        else if (to > from)
+            MT_DO(r->dev->ops->copy(q, (char *)h->mem + from, (char *)h->slots[rank] + from,
+                                    to - from));
+        bytes += to - from;
+    }
+    mt_timeline_end(r->cx->timeline, &span, bytes, q);
+    r->stats.h2d_bytes += bytes;
+    return mt__record(r, h, q, h->raised, &h->raising, "weights up", UP);
+}
+
+/* Under mu. The own portion from the share into the slot, in q. */
+static mt_status put_back(mt_resident *r, const mt__settled *h, mt_queue *q)
+{
+    size_t from, to;
+
+    MT_DO(portion_of(r, h->unit, mt_share_rank(r->cx->share), &from, &to));
+    r->stats.h2d_bytes += to - from;
+    return copy_share(r, h, q, 1, from, to);
+}
+
 /* Under mu. Nothing to do when somebody was here before. In a share all of it is copied where it
  * was written from outside, else what other ranks have updated. run NULL: the queue has waited for
  * it. *q: the queue that the copy was put in, which reads the share. */
@@ -229,7 +454,7 @@ static mt_status put_fetch(mt_resident *r, mt__settled *h, mt_queue *run, mt_que
     mt_mirror_tell(r->store, unit, -1, HI, MT_MIRROR_STORE);
     if (r->ferry.open && h->writes == writes) {
         *q = r->ferry.up;
-        MT_TRY(mt__ferry_raise(r, h));
+        MT_TRY(put_raise(r, h));
     } else {
         if (r->ferry.open)                   /* what it raised is older */
             MT_TRY(mt_edge(r->cx, MT_EDGE_RAISED, r->queue, h->raised));
@@ -272,19 +497,27 @@ static mt_status fetch(mt_resident *r, mt__settled *h, mt_queue *run)
     return st != MT_OK ? st : end;
 }
 
-/* What was written from outside is left to await, which knows what computes. */
-void mt__raise(mt_resident *r, mt__settled *h)
+/* Its thread: asks for what other ranks have updated. What was written from outside is left to
+ * await, which knows what computes. */
+static mt_status raise_unit(void *arg, mt_job *node)
 {
-    uint64_t  version;
-    mt_queue *q = r->ferry.up;
+    mt_resident *r = arg;
+    mt__settled *h = (mt__settled *)(void *)node;
+    mt_queue    *q = r->ferry.up;
+    uint64_t     version;
+    int          begun;
 
-    if (mt_ledger_fetch_begin(r->store, h->unit, &version) != MT_OK)
-        return;
-    MT_HOLD(&r->mu);
+    mt_unlock(&r->mu);
+    begun = !atomic_load(&r->ferry.stopped) &&
+            mt_ledger_fetch_begin(r->store, h->unit, &version) == MT_OK;
+    mt_lock(&r->mu);
+    if (!begun)
+        return MT_OK;
     if (h->writes == mt_ledger_writes(r->store, h->unit) && put_fetch(r, h, NULL, &q) != MT_OK)
         mt_ledger_fault(r->store, MT_EDEVICE, mt_last_error());
     if (mt_ledger_fetching(r->store, h->unit, q) != MT_OK)
         mt_ledger_fault(r->store, MT_EDEVICE, mt_last_error());
+    return MT_OK;
 }
 
 mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run)
@@ -305,7 +538,7 @@ mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run)
     }
     if (is_ahead(r, unit))
         MT_DO(fetch(r, h, run));
-    if (mt_syncs(r->cx))
+    if (r->cx->debug.sync)
         MT_DO(wait_done(r, h));
     /* STEPPED: the update, or the fetch, is in the queue; run goes on when it is over. */
     MT_DO(mt_edge(r->cx, MT_EDGE_STEPPED, run, h->done));
@@ -377,7 +610,7 @@ static mt_status put_update(mt_resident *r, mt__settled *h, const mt_update_job 
     /* What the update reads of the weights is in the slot: all that the host has ahead; in a share
      * what was written there of its own portion. */
     if (r->ferry.open ? h->writes != writes : is_ahead(r, u->unit)) {
-        MT_DO(r->ferry.open ? mt__ferry_back(r, h, q) : put_fetch(r, h, NULL, &q));
+        MT_DO(r->ferry.open ? put_back(r, h, q) : put_fetch(r, h, NULL, &q));
         h->writes = writes;
         MT_DO(mt_ledger_fetching(r->store, u->unit, q));
     }
@@ -407,7 +640,8 @@ static mt_status update(mt_resident *r, mt_update *u, int *lowered)
     MT_DO(mt_ledger_wait_saved(r->store, unit));
     MT_DO(mt__settled_find(r, unit, &h));
     if (r->ferry.open)
-        MT_DO(mt__ferry_idle(r, h));
+        MT_DO(MT_UNTIL(mt_store_watch(r->store), &r->ferry.ends.news, &r->mu, h->trip == NULL,
+                       mt_store_name(r->store, unit), DOWN));
     mt_lock(&r->mu);
     mt__assert_settled(r, h);
     r->lifted = 0;
@@ -415,10 +649,12 @@ static mt_status update(mt_resident *r, mt_update *u, int *lowered)
        ? MT_FAIL(MT_ESTATE, "unit %s was settled, and its planes were not taken",
                  mt_store_name(r->store, unit))
        : put_update(r, h, &u->j, u->clip);
-    wait = r->lifted || mt_syncs(r->cx);
+    wait = r->lifted || r->cx->debug.sync;
     if (st == MT_OK && r->ferry.open) {
         *lowered = 1;
-        mt__ferry_lower(r, h, u);
+        MT_ASSERT(h->trip == NULL);
+        h->trip = u;
+        (void)mt_worker_submit(h->slots != NULL ? &r->ferry.steps : &r->ferry.ends, &u->node);
     }
     mt_unlock(&r->mu);
     return st == MT_OK && wait ? wait_done(r, h) : st;
@@ -520,7 +756,22 @@ static void *home_slot(void *arg, int unit)
 
 static mt_status home_lower(void *arg, int unit, size_t from, size_t to)
 {
-    return mt__ferry_land(arg, unit, from, to);
+    mt_resident *r = arg;
+    mt__settled *h;
+    mt_queue    *q = r->ferry.landing;
+    mt_span      span;
+    size_t       n;
+
+    MT_DO(mt__settled_find(r, unit, &h));
+    mt_timeline_begin(r->cx->timeline, &span, MT_LANE_THROUGH, MT_WORK_OFFLOAD, unit, q);
+    for (size_t at = from; at < to; at += n) {
+        n = to - at < CHUNK ? to - at : CHUNK;
+        MT_DO(copy_share(r, h, q, 0, at, at + n));
+        MT_DO(r->dev->ops->sync(q));
+    }
+    mt_timeline_end(r->cx->timeline, &span, to - from, q);
+    MT_WITH(&r->mu) r->stats.d2h_bytes += to - from;
+    return MT_OK;
 }
 
 static mt_status home_drain(void *arg)

@@ -14,7 +14,7 @@
  *             good too
  *
  * In a share each rank has the unit's weights in a slot of its own and updates the portion that it
- * owns; of the other planes it has that portion alone. The ferry (resident_impl.h) brings weights
+ * owns; of the other planes it has that portion alone. The ferry (resident.c) brings weights
  * between ranks and to the share. Readers of other planes ask each rank for its portion (peers.c).
  *
  *     mt_resident_open(&cx, &r);
@@ -92,13 +92,8 @@ void     *mt_resident_mem   (const mt_resident *r, int unit);
  * (MT_ENOMEM: the host has no memory for them) it is settled as before. */
 mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads);
 /* Address on the device of a settled unit's parameter; HI: in its slot. MT_ESTATE for a guest's
- * states, which have none for good: mt_resident_parts. */
+ * states, which have none for good: mt_arrive_parts. */
 mt_status mt_resident_at(mt_resident *r, int unit, int param, mt_plane p, void **out);
-
-/* *guest: 1, and where a guest's states are during this stay; 0: the unit is none. Inside a job's
- * put. */
-mt_status mt_resident_parts(mt_resident *r, int unit, const mt_part **parts, int *n,
-                            int *guest);
 
 /* What run is given from now on finds the unit's current weights. Waits on the host until updates
  * announced so far are in the queue; asks for the weights where they were written from outside.
@@ -133,6 +128,9 @@ mt_status mt_arrive_lift(mt_resident *r, int unit, size_t most, void *const *mem
 /* The stay ends, when no update of the unit is announced and nothing of it is on its way; wait:
  * waits for that. *left: the pieces are the caller's; also when there was no stay. */
 mt_status mt_arrive_leave(mt_resident *r, int unit, int wait, int *left);
+
+/* Where the states are during this stay; MT_ESTATE: there is none. Inside a job's put. */
+mt_status mt_arrive_parts(const mt_resident *r, int unit, const mt_part **parts, int *n);
 
 /* Since open; bytes: guests' states, and what the ferry copies, too. */
 typedef struct mt_resident_stats {

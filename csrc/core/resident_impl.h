@@ -1,21 +1,8 @@
-/* resident_impl.h — what the three files of settled units share; nobody else includes it.
+/* resident_impl.h — what the two files of settled units share; nobody else includes it.
  *
- *     resident.c   settles units, fetches weights, puts updates, and is the home of both tables
+ *     resident.c   settles units, fetches weights, puts updates, brings what ranks have updated to
+ *                  each other (the ferry), and is the home of both tables
  *     arrive.c     guests' states, up and down
- *     ferry.c      updated weights, between ranks
- *
- * The ferry: an all-gather of updated weights between ranks that have them on their devices. Each
- * rank has the whole weights of a settled unit in a slot, and updates its own portion there. The
- * others copy that portion from slot to slot, where slots are within each other's reach (NVLink, or
- * peer access over PCIe): 2 (N - 1) / N bytes of a parameter. It also goes down to the share, where
- * every process reads weights whatever the unit's home: 2 / N bytes. Ranks whose slots are out of
- * reach fetch it up from there. Other machines' portions come into the slot of who speaks for their
- * rank (relay.h), and go down to the share from there. No rank waits at a collective.
- *
- * Units are raised in the order in which their updates were put, ahead of their windows; an await
- * that comes before does it itself. They are lowered in chunks, two in the queue at a time: a
- * device has one engine for copies to the host, and a value that somebody reads waits behind all of
- * them.
  *
  * Threads: mu is the one lock. Functions that do not say otherwise are called under it.
  */
@@ -86,37 +73,21 @@ struct mt_resident {
     } ferry;
 };
 
-/* resident.c. find: whatever is held. record: e on q, and the watchdog is told. raise: without mu,
- * on the ferry's thread: asks for what other ranks have updated. */
+/* resident.c. find: whatever is held. record: e on q, and the watchdog is told. */
 mt_status mt__settled_find  (const mt_resident *r, int unit, mt__settled **out);
 void      mt__assert_settled(const mt_resident *r, const mt__settled *h);
 mt_status mt__record        (const mt_resident *r, const mt__settled *h, mt_queue *q, mt_event *e,
                              mt_post *post, const char *queue, const char *awaits);
-void      mt__raise         (mt_resident *r, mt__settled *h);
 
-/* arrive.c. parts: of the stay, on the device, until it ends; MT_ESTATE when there is none. before:
- * q goes on when the states are up. behind: copies of what the update changed come down behind
- * `done`. Without mu: copied, until host planes of the states may be read and written, of who has
- * waited for what is announced; push, the parameter's (-1: all) host planes were written; drain. */
-mt_status mt__arrive_parts  (const mt_resident *r, int unit, const mt_part **parts, int *n);
+/* arrive.c. before: q goes on when the states are up. behind: copies of what the update changed
+ * come down behind `done`. Without mu: copied, until host planes of the states may be read and
+ * written, of who has waited for what is announced; push, the parameter's (-1: all) host planes
+ * were written; drain. */
 mt_status mt__arrive_before (mt_resident *r, mt__settled *h, mt_queue *q);
 mt_status mt__arrive_behind (mt_resident *r, mt__settled *h, const int *params, int n);
 mt_status mt__arrive_copied (const mt_resident *r, int unit);
 mt_status mt__arrive_push   (mt_resident *r, int unit, int param, unsigned planes);
 mt_status mt__arrive_drain  (mt_resident *r);
 void      mt__arrive_close  (const mt_resident *r, mt__settled *h);      /* it is no guest now */
-
-/* ferry.c. Without mu: open, where it is not; close; reach, as mt_resident_reach, of what is left
- * where names is NULL; idle, until the unit's last update has ended. lower: the ferry ends the
- * update, behind `done`. raise: the others' portions, in up. back: the own one from the share into
- * the slot, in q. Without mu: land, bytes of other machines' weights from the slot to the share. */
-mt_status mt__ferry_open (mt_resident *r);
-void      mt__ferry_close(mt_resident *r);
-mt_status mt__ferry_reach(mt_resident *r, mt__settled *h, const mt_mem_name *names);
-mt_status mt__ferry_idle (mt_resident *r, const mt__settled *h);
-void      mt__ferry_lower(mt_resident *r, mt__settled *h, mt_update *u);
-mt_status mt__ferry_raise(mt_resident *r, mt__settled *h);
-mt_status mt__ferry_back (mt_resident *r, const mt__settled *h, mt_queue *q);
-mt_status mt__ferry_land (mt_resident *r, int unit, size_t from, size_t to);
 
 #endif

@@ -170,23 +170,12 @@ void mt_schedule_free(mt_schedule *s)
 
 /* ---- as text ---------------------------------------------------------------------------- */
 
-typedef struct label { char text[24]; } label;
-
-static const char *name_of(const char *const *names, int unit, label *own)
-{
-    if (names != NULL)
-        return names[unit];
-    snprintf(own->text, sizeof own->text, "unit %d", unit);
-    return own->text;
-}
-
 size_t mt_schedule_print(const mt_schedule *s, const char *const *names, char *text, size_t cap)
 {
     size_t len = 0, width = 18;      /* of "verb name", so that the slots stand in a column */
-    label  own;
 
     for (int64_t i = 0; i < s->n; i++) {
-        size_t one = strlen("compute ") + strlen(name_of(names, s->steps[i].unit, &own));
+        size_t one = strlen("compute ") + strlen(names[s->steps[i].unit]);
 
         width = one > width ? one : width;
     }
@@ -198,7 +187,7 @@ size_t mt_schedule_print(const mt_schedule *s, const char *const *names, char *t
         char          *at = len < cap ? text + len : NULL;
         size_t         room = len < cap ? cap - len : 0;
         int            n = snprintf(at, room, "%s %-*s %s slot %d\n", verb,
-                                    (int)(width - strlen(verb)) - 1, name_of(names, e->unit, &own),
+                                    (int)(width - strlen(verb)) - 1, names[e->unit],
                                     e->kind == MT_FETCH ? "->" : "in", e->slot);
 
         len += n > 0 ? (size_t)n : 0;

@@ -53,7 +53,7 @@ mt_status mt_schedule_build(const int *trace, int64_t n_trace,
                             const size_t *unit_bytes, int n_units,
                             const size_t *slot_bytes, int n_slots, mt_schedule **out);
 void      mt_schedule_free (mt_schedule *s);
-/* Writes at most cap bytes, NUL included; returns the length the whole text has. */
+/* names: of the units. Writes at most cap bytes, NUL included; returns the length of the whole. */
 size_t    mt_schedule_print(const mt_schedule *s, const char *const *names, char *text, size_t cap);
 
 /* ---- following one --------------------------------------------------------------------------

@@ -54,21 +54,16 @@ struct mt_share {
     int            lost;                     /* there was no memory for one. notes_mu */
 };
 
-static uint64_t round_up(uint64_t n, uint64_t to)
-{
-    return (n + to - 1) / to * to;
-}
-
 static size_t whole_pages(uint64_t bytes)
 {
-    return (size_t)round_up(bytes, (uint64_t)sysconf(_SC_PAGESIZE));
+    return mt_round_up(bytes, (size_t)sysconf(_SC_PAGESIZE));
 }
 
 /* ---- ranges ------------------------------------------------------------------------------- */
 
 mt_status mt_share_take(mt_share *h, size_t bytes, mt_range *out)
 {
-    uint64_t at = bytes >= 2 * HUGE_BYTES ? round_up(h->next, HUGE_BYTES) : whole_pages(h->next);
+    uint64_t at = bytes >= 2 * HUGE_BYTES ? mt_round_up(h->next, HUGE_BYTES) : whole_pages(h->next);
 
     if (at > SHARE_BYTES || bytes > SHARE_BYTES - at)
         return MT_FAIL(MT_ENOMEM, "shared memory: %zu bytes behind %" PRIu64 ": a model may have "
@@ -195,7 +190,7 @@ void mt_share_close(mt_share *h)
     if (h == NULL)
         return;
     if (h->came)
-        mt_share_leave(h);
+        mt_share_once(h, MT_COUNT_LEFT);
     mt_share_unroom(h->head, h->head_bytes);
     if (h->fd >= 0)
         mt_forks_close(h->fd);
@@ -416,21 +411,10 @@ void mt_share_gone(mt_share *h, int rank)
     mt_share_stir(h);
 }
 
-/* This rank's, of what it says once. */
-static void say_once(mt_share *h, mt_count count)
+void mt_share_once(mt_share *h, mt_count count)
 {
     if (!mt_share_said(h, count, h->rank) && !mt_share_said(h, MT_COUNT_LEFT, h->rank))
         mt_board_say(&h->board, (int)count, 1, 0);
-}
-
-void mt_share_leave(mt_share *h)
-{
-    say_once(h, MT_COUNT_LEFT);
-}
-
-void mt_share_part(mt_share *h)
-{
-    say_once(h, MT_COUNT_PARTED);
 }
 
 int mt_share_parted(const mt_share *h, int rank)
@@ -442,12 +426,7 @@ void mt_share_fail(mt_share *h, const char *text)
 {
     if (!mt_share_said(h, MT_COUNT_FAILED, h->rank))
         snprintf(h->head->why[h->rank], sizeof h->head->why[0], "%s", text);
-    say_once(h, MT_COUNT_FAILED);
-}
-
-const char *mt_share_failure(const mt_share *h, int rank)
-{
-    return mt_share_said(h, MT_COUNT_FAILED, rank) ? h->head->why[rank] : NULL;
+    mt_share_once(h, MT_COUNT_FAILED);
 }
 
 char *mt_share_why(mt_share *h, int rank, size_t *cap)
@@ -485,22 +464,19 @@ mt_status mt_share_note(mt_share *h, int ms, mt_note *out, int *some)
     uint64_t        end = mt_now_ns() + (uint64_t)ms * 1000000u;
     struct timespec until = { (time_t)(end / 1000000000u), (long)(end % 1000000000u) };
     noted          *l;
-    int             lost;
 
     if (h->speakers == NULL)
         return MT_FAIL(MT_ESTATE, "relay: all ranks are on this machine");
-    mt_lock(&h->notes_mu);
+    MT_HOLD(&h->notes_mu);
     while (h->first == NULL && !h->lost && mt_cond_timedwait(&h->noted, &h->notes_mu, &until) == 0)
         ;
     if ((l = h->first) != NULL && (h->first = l->next) == NULL)
         h->last = &h->first;
-    lost = h->lost;
-    mt_unlock(&h->notes_mu);
     *some = l != NULL;
     if (l != NULL)
         *out = l->note;
     free(l);
-    return lost ? MT_FAIL(MT_ENOMEM, "relay: no memory for what was said") : MT_OK;
+    return h->lost ? MT_FAIL(MT_ENOMEM, "relay: no memory for what was said") : MT_OK;
 }
 
 int mt_board_hear(const mt_board *b, int rank, mt_note note)

@@ -175,14 +175,13 @@ mt_presence mt_share_presence(const mt_share *h, int rank);
 uint64_t    mt_share_lost_ns (const mt_share *h, int rank);
 /* Nothing more will be heard of it, without its having left. */
 void        mt_share_gone    (mt_share *h, int rank);
-void        mt_share_leave   (mt_share *h);              /* this rank says nothing from now on */
-/* This rank asks nothing from now on, and leaves when nobody asks it. */
-void        mt_share_part    (mt_share *h);
+/* This rank says 1 of FAILED, of PARTED (it asks nothing from now on, and leaves when nobody asks
+ * it) or of LEFT; what it has said, or says behind LEFT, is nothing. */
+void        mt_share_once    (mt_share *h, mt_count count);
 int         mt_share_parted  (const mt_share *h, int rank);              /* so has this, or left */
 /* What ended this rank's work; the first stays. */
 void        mt_share_fail    (mt_share *h, const char *text);
-const char *mt_share_failure (const mt_share *h, int rank);              /* NULL: nothing did */
-/* Where its text is put before FAILED is said. */
+/* Where a rank's text is put before FAILED is said. */
 char       *mt_share_why     (mt_share *h, int rank, size_t *cap);
 
 uint32_t    mt_share_word (const mt_share *h);

@@ -1,5 +1,5 @@
 /* status.c — texts of the codes, the sentence each thread keeps about its last failure, and what
- * fails everywhere alike: memory, and sizes. */
+ * fails everywhere alike: memory. */
 #include "status.h"
 
 #include <inttypes.h>
@@ -87,14 +87,5 @@ mt_status mt_grow_(const char *file, int line, void *at, int64_t *room, int64_t 
     free(old);
     memcpy(at, &made, sizeof made);
     *room = wanted;
-    return MT_OK;
-}
-
-mt_status mt_mul_size(size_t a, size_t b, const char *what, size_t *out)
-{
-    if (b != 0 && a > SIZE_MAX / b)
-        return MT_FAIL(MT_EINVAL, "%s: %zu x %zu does not fit %zu bits", what, a, b,
-                       8 * sizeof(size_t));
-    *out = a * b;
     return MT_OK;
 }

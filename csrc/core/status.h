@@ -69,7 +69,18 @@ mt_status mt_make_(const char *file, int line, void *at, int64_t n, size_t each,
 mt_status mt_grow_(const char *file, int line, void *at, int64_t *room, int64_t n, size_t each,
                    const char *what);
 
-/* *out = a*b, or MT_EINVAL when that overflows; `what` names it in the message. */
-mt_status mt_mul_size(size_t a, size_t b, const char *what, size_t *out);
+/* A function that yields the name of an enumeration's value, of all names in order; "?": none. */
+#define MT_NAMES(function, type, ...)                                                     \
+    const char *function(type value)                                                      \
+    {                                                                                     \
+        static const char *const names[] = { __VA_ARGS__ };                               \
+        return (unsigned)value < sizeof names / sizeof *names ? names[value] : "?";       \
+    }
+
+/* The first multiple of `to` from n on. */
+static inline size_t mt_round_up(size_t n, size_t to)
+{
+    return (n + to - 1) / to * to;
+}
 
 #endif

@@ -14,13 +14,8 @@ static int plane_ok(mt_plane p)
     return (unsigned)p < MT_PLANE_COUNT;
 }
 
-const char *mt_plane_name(mt_plane p)
-{
 #define NAME(name, what) #name,
-    static const char *const names[MT_PLANE_COUNT] = { MT_PLANE_MAP(NAME) };
-#undef NAME
-    return plane_ok(p) ? names[p] : "?";
-}
+MT_NAMES(mt_plane_name, mt_plane, MT_PLANE_MAP(NAME))
 
 static mt_states states_of(const mt__unit *u)
 {
@@ -65,11 +60,6 @@ static int trains(const mt_param_desc *d)
     return __atomic_load_n(&d->trainable, __ATOMIC_RELAXED);
 }
 
-static size_t round_up(size_t n, size_t to)
-{
-    return (n + to - 1) / to * to;
-}
-
 /* Has the plane room for the parameter, and how many bytes? In a share the host's planes have room
  * for whatever may come (all): what is trained, and how states are kept, moves nothing there, so
  * other ranks need not know of it. */
@@ -93,8 +83,8 @@ static int has_room(const mt__unit *u, int all, mt_plane p, const mt_param_desc 
  * parts take. */
 mt_status mt__lay_out(const mt__unit *u, int side, mt_plane p, size_t **offset, size_t *bytes)
 {
-    size_t   *made, at = 0, len, align = side == MT__HOST ? u->align : MT_PART_ALIGN;
-    mt_status st;
+    size_t *made MT_FREED = NULL, at = 0, len;
+    size_t  align = side == MT__HOST ? u->align : MT_PART_ALIGN;
 
     MT_DO(MT_MAKE(made, u->shape.n, u->name));
     for (int i = 0; i < u->shape.n; i++) {
@@ -103,15 +93,12 @@ mt_status mt__lay_out(const mt__unit *u, int side, mt_plane p, size_t **offset, 
 
         made[i] = has ? at : MT__ABSENT;
         if ((has && (uint64_t)d->numel > SIZE_MAX / ELEM_MOST) ||
-            __builtin_add_overflow(at, has ? len : 0, &at) || at > SIZE_MAX - align) {
-            st = MT_FAIL(MT_EINVAL, "unit %s: parameter %d of %" PRId64 " x %s does not fit "
-                         "an address space", u->name, i, d->numel, mt_dtype_name(d->dtype));
-            free(made);
-            return st;
-        }
-        at = round_up(at, align);
+            __builtin_add_overflow(at, has ? len : 0, &at) || at > SIZE_MAX - align)
+            return MT_FAIL(MT_EINVAL, "unit %s: parameter %d of %" PRId64 " x %s does not fit "
+                           "an address space", u->name, i, d->numel, mt_dtype_name(d->dtype));
+        at = mt_round_up(at, align);
     }
-    *offset = made;
+    *offset = MT_KEEP(made);
     *bytes = at;
     return MT_OK;
 }
@@ -187,7 +174,6 @@ static mt_status unit_open(mt_store *s, const char *name, const mt_param_desc *d
             mt_mutex_open(&u->plane[side][p].making, MT_RANK_MAKING);
     u->shape.n = n;
     u->own.end.param = n;
-    u->owners = 1;
     u->shared = s->share != NULL;
     u->align = u->shared ? (size_t)sysconf(_SC_PAGESIZE) : MT_PART_ALIGN;
     u->account.version = 1;
@@ -202,22 +188,15 @@ static mt_status unit_open(mt_store *s, const char *name, const mt_param_desc *d
         u->shape.desc[i] = d[i];
     }
     MT_TRY(mt__lay_out(u, MT__HOST, MT_PLANE_HI, &u->shape.offset, &u->shape.bytes));
+    if (u->shared)                       /* this process owns its rank's portion */
+        MT_TRY(mt_shape_cut(&u->shape, name, mt_share_rank(s->share), mt_share_ranks(s->share),
+                            &u->own));
     *out = u;
     return MT_OK;
 
 fail:
     mt__unit_close(s, u);
     return st;
-}
-
-/* FNV-1a: Fowler, Noll & Vo 1991. */
-static uint64_t mix(uint64_t hash, const void *data, size_t bytes)
-{
-    const unsigned char *at = data;
-
-    for (size_t i = 0; i < bytes; i++)
-        hash = (hash ^ at[i]) * 0x100000001b3u;
-    return hash;
 }
 
 static int64_t chunks_of(mt_dtype dt, int64_t n)
@@ -230,18 +209,20 @@ static mt_status publish(mt_store *s, mt__unit *u)
 {
     int        i = u->number = atomic_load(&s->n_units);
     mt__unit ***seg = &s->seg[i / MT__SEG_UNITS];   /* only looked at when i is in range */
-    uint64_t   hash = mix(mix(0xcbf29ce484222325u, &i, sizeof i), u->name, strlen(u->name));
+    uint64_t   hash = mt_alike_mix(1, (uint64_t)i);     /* of what must be the same on all ranks */
     size_t     chunks = 0, bytes, *offset;
 
     if (i >= MT__SEGS * MT__SEG_UNITS)
         return MT_FAIL(MT_EINVAL, "unit %s: a store holds at most %d units; stream larger ones",
                        u->name, MT__SEGS * MT__SEG_UNITS);
+    for (const char *c = u->name; *c != '\0'; c++)
+        hash = mt_alike_mix(hash, (unsigned char)*c);
     for (int k = 0; k < u->shape.n && u->shared; k++) {
-        int64_t what[2] = { u->shape.desc[k].dtype, u->shape.desc[k].numel };
+        const mt_param_desc *d = &u->shape.desc[k];
 
-        hash = mix(hash, what, sizeof what);
+        hash = mt_alike_mix(mt_alike_mix(hash, (uint64_t)d->dtype), (uint64_t)d->numel);
         u->chunk[k] = chunks;
-        chunks += (size_t)chunks_of(u->shape.desc[k].dtype, what[1]);
+        chunks += (size_t)chunks_of(d->dtype, d->numel);
     }
     if (u->shared)                       /* its board, then its ranges: share.h, (5) */
         MT_DO(mt_board_open(s->share, u->name, i, hash, chunks, &u->board));
@@ -287,21 +268,10 @@ mt_status mt_store_add(mt_store *s, const char *name, const mt_param_desc *p, in
     mt_status st;
 
     MT_DO(unit_open(s, name, p, n, &u));
-    mt_lock(&s->map_mu);
-    if ((st = publish(s, u)) == MT_OK)
+    if ((st = MT_LOCKED(&s->map_mu, publish(s, u))) == MT_OK)
         *unit = u->number;
-    mt_unlock(&s->map_mu);
-    if (st != MT_OK) {
+    else
         mt__unit_close(s, u);
-    } else if (s->share != NULL) {       /* this process owns its rank's portion */
-        mt_portion own;
-        int        ranks = mt_share_ranks(s->share);
-
-        MT_DO(mt_portion_of(s, *unit, mt_share_rank(s->share), ranks, &own));
-        MT_HOLD(&s->map_mu);
-        u->own = own;
-        u->owners = ranks;
-    }
     return st;
 }
 
@@ -309,15 +279,14 @@ mt_status mt_store_set_trainable(mt_store *s, int unit, int param, int on)
 {
     mt_param_desc d;
     mt__unit     *u;
-    mt_status     st;
 
     MT_DO(mt__find(s, unit, param, &u));
     MT_HOLD(&s->map_mu);
     d = u->shape.desc[param];
     d.trainable = on != 0;
-    if ((st = check_desc(u->name, &d, param)) == MT_OK)
-        __atomic_store_n(&u->shape.desc[param].trainable, d.trainable, __ATOMIC_RELAXED);
-    return st;
+    MT_DO(check_desc(u->name, &d, param));
+    __atomic_store_n(&u->shape.desc[param].trainable, d.trainable, __ATOMIC_RELAXED);
+    return MT_OK;
 }
 
 int mt_store_trainable(const mt_store *s, int unit, int param)
@@ -383,15 +352,13 @@ mt_status mt_store_set_states(mt_store *s, int unit, mt_states states)
         return MT_FAIL(MT_EINVAL,
                        "states %d of unit %d; the store has %d units, and states are 0 to %d",
                        (int)states, unit, mt_store_units(s), MT_STATES_COUNT - 1);
-    mt_lock(&s->map_mu);
+    MT_HOLD(&s->map_mu);
     made = states_of(u) != states ? made_of(u, MT_STATE_PLANES, MT__SIDES) : MT_PLANE_COUNT;
-    if (made == MT_PLANE_COUNT)
-        atomic_store(&u->states, (int)states);
-    mt_unlock(&s->map_mu);
     if (made != MT_PLANE_COUNT)
         return MT_FAIL(MT_ESTATE, "unit %s has %s states already (plane %s); %s ones need a store "
                        "without them", u->name, mt_states_name(states_of(u)), mt_plane_name(made),
                        mt_states_name(states));
+    atomic_store(&u->states, (int)states);
     return MT_OK;
 }
 
@@ -425,14 +392,15 @@ mt_status mt_portion_of(const mt_store *s, int unit, int owner, int owners, mt_p
     return u != NULL ? mt_shape_cut(&u->shape, u->name, owner, owners, out) : mt__no_unit(s, unit);
 }
 
-size_t mt_portion_byte(const mt_store *s, int unit, mt_bound b)
+mt_status mt_portion_bytes(const mt_store *s, int unit, int owner, int owners, size_t *from,
+                           size_t *to)
 {
-    return mt_shape_byte(&mt__unit_or_none(s, unit)->shape, b);
-}
+    mt_portion p;
 
-int mt_store_owners(const mt_store *s, int unit)
-{
-    return mt__unit_or_none(s, unit)->owners;
+    MT_DO(mt_portion_of(s, unit, owner, owners, &p));
+    *from = mt_shape_byte(&mt__unit_at(s, unit)->shape, p.begin);
+    *to = mt_shape_byte(&mt__unit_at(s, unit)->shape, p.end);
+    return MT_OK;
 }
 
 int64_t mt_store_owned(const mt_store *s, int unit, int param, int64_t *from)
@@ -563,15 +531,15 @@ static mt_status map(mt_store *s, const mt__unit *u, int side, mt_plane p, const
     if (!u->shared && !copy && x->kept == x->bytes) {
         MT_DO(mt_arena_open(&made, x->bytes, s->pool, dev, what, mapped));
     } else {
-        if (!u->shared)
-            MT_DO(mt_arena_reserve(&made, x->bytes, what, mapped));
-        else if (!x->own)
-            MT_DO(mt_arena_range(&made, &u->range[p], 0, what, mapped));
-        else {
+        if (!u->shared || !x->own) {
+            const mt_range *r = u->shared ? &u->range[p] : NULL;
+
+            MT_DO(mt_arena_reserve(&made, x->bytes, r, 0, what, mapped));
+        } else {
             /* Its part of the plane's addresses is behind those of parameters before it. */
             for (int i = 0; i < x->first; i++)
                 if (has_room(u, 1, p, &u->shape.desc[i], &bytes))
-                    at = round_up(at + bytes, u->align);
+                    at = mt_round_up(at + bytes, u->align);
             mt_arena_part(&made, &u->plane[MT__HOST][p].arena, at, x->bytes);
         }
         mt_arena_keep(&made, x->from, x->kept);
@@ -599,9 +567,8 @@ static mt_status plane_make(mt_store *s, mt__unit *u, int side, mt_plane p)
     mt__plane *pl = &u->plane[side][p];
     extent     x = { .n = u->shape.n };
     size_t    *offset MT_FREED = NULL;
-    uintptr_t *at;
+    uintptr_t *at MT_FREED = NULL;
     mt_arena   made = { 0 };
-    mt_status  st;
 
     if (pl->at != NULL)
         return MT_OK;
@@ -610,16 +577,12 @@ static mt_status plane_make(mt_store *s, mt__unit *u, int side, mt_plane p)
     if (!in_parts(u, side, p))
         keep_own(u, side, p, &x);
     MT_DO(MT_MAKE(at, u->shape.n, u->name));
-    if ((st = map(s, u, side, p, &x, &made)) != MT_OK) {
-        free(at);
-        return st;
-    }
+    MT_DO(map(s, u, side, p, &x, &made));
     for (int i = 0; i < u->shape.n && !in_parts(u, side, p); i++)
         at[i] = offset[i] != MT__ABSENT ? (uintptr_t)made.base + offset[i] : 0;
-    mt_lock(&s->map_mu);
+    MT_HOLD(&s->map_mu);
     pl->arena = made;
-    pl->at = at;
-    mt_unlock(&s->map_mu);
+    pl->at = MT_KEEP(at);
     return MT_OK;
 }
 
@@ -631,7 +594,7 @@ static extent own_extent(const mt__unit *u, int side, mt_plane p, int param)
     const mt_param_desc *d = &u->shape.desc[param];
     size_t               bytes = mt_plane_bytes(p, d->dtype, states_of(u), d->numel);
     extent               x = { .first = param, .n = 1, .own = 1, .offset = &nowhere,
-                               .bytes = round_up(bytes, MT_PART_ALIGN) };
+                               .bytes = mt_round_up(bytes, MT_PART_ALIGN) };
 
     keep_own(u, side, p, &x);
     return x;

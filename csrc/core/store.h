@@ -98,13 +98,14 @@ mt_states mt_store_states    (const mt_store *s, int unit);              /* any 
 
 /* In a share several processes update a unit, and each owns a portion of it (portion.h): of planes
  * other than HI nothing else is committed, nor is on the device, and what moves them moves nothing
- * else. Without one, all of the unit is this process's own: 1. */
-int       mt_store_owners(const mt_store *s, int unit);
-/* How many of a parameter's elements are its own, and the first of them. Any thread. */
+ * else. Without one, all of the unit is this process's own. How many of a parameter's elements are
+ * its own, and the first of them. Any thread. */
 int64_t   mt_store_owned(const mt_store *s, int unit, int param, int64_t *from);
-/* Any owner's portion, and where a bound is in plane HI. MT_EINVAL: no such unit, or owner. */
-mt_status mt_portion_of  (const mt_store *s, int unit, int owner, int owners, mt_portion *out);
-size_t    mt_portion_byte(const mt_store *s, int unit, mt_bound b);
+/* Any owner's portion, and bytes [*from, *to) of it in plane HI. MT_EINVAL: no such unit, or
+ * owner. */
+mt_status mt_portion_of   (const mt_store *s, int unit, int owner, int owners, mt_portion *out);
+mt_status mt_portion_bytes(const mt_store *s, int unit, int owner, int owners, size_t *from,
+                           size_t *to);
 
 /* In a share: where the sums of the chunks of its gradient are (ops/sumsq.h), of all of them, or
  * (own) of those that are its own. [*n]; NULL: there are none, or no share. */

@@ -57,11 +57,12 @@ typedef struct mt__mirror {
 } mt__mirror;
 
 typedef struct mt__unit {
-    char          *name;             /* these nine: written by add, before the unit is published */
+    char          *name;             /* these ten: written by add, before the unit is published */
     mt_shape       shape;            /* but desc's `trainable`, an atomic: see trains */
     int            number;
     int            shared;           /* it is in a share */
     size_t         align;            /* bytes; where a parameter may begin in a plane */
+    mt_portion     own;              /* this process's: of all, or in a share its rank's */
     mt_range       range[MT_PLANE_COUNT];        /* these three: in a share */
     mt_board       board;
     size_t        *chunk;            /* [n] its first chunk's number on the board */
@@ -69,9 +70,6 @@ typedef struct mt__unit {
                                       * in; written by mt_store_in_arena */
 
     mt__plane      plane[MT__SIDES][MT_PLANE_COUNT];
-    mt_portion     own;              /* this process's, as one of so many owners. Set before a plane
-                                      * but HI is made */
-    int            owners;
     atomic_int     states;           /* an mt_states; set under map_mu, before a plane of them is
                                       * made */
     /* Where the unit lives, and what that home's functions get. The thread that moves the unit
@@ -139,6 +137,7 @@ struct mt_store {
         int         unit;                    /* that has it; -1: it is free */
         uint64_t    number;                  /* of the lending, the first is 1 */
     } *lent;                                 /* [n_lent] */
+    int64_t         lent_room;
     int             n_lent, most_lent;       /* most_lent: buffers of one size on one side;
                                               * constant once anything is lent */
     uint64_t        lendings;                /* buffers lent so far. map_mu */
@@ -160,7 +159,7 @@ static inline mt__unit *mt__unit_at(const mt_store *s, int unit)
 static inline const mt__unit *mt__unit_or_none(const mt_store *s, int unit)
 {
     static const mt__unit none = { .name = (char *)(uintptr_t)"?", .align = MT_PART_ALIGN,
-                                   .owners = 1, .home = &mt_home_ram };
+                                   .home = &mt_home_ram };
     const mt__unit *u = mt__unit_at(s, unit);
 
     return u != NULL ? u : &none;

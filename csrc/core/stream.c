@@ -25,7 +25,6 @@
 #include "stream.h"
 
 #include "clock.h"
-#include "portion.h"
 #include "turn.h"
 #include "worker.h"
 
@@ -125,18 +124,16 @@ static size_t bytes_of(const mt_stream *s, int number)
 
 mt_status mt_stream_bounds(const mt_stream *s, int number, size_t *bounds)
 {
-    int        mates = mt_turns_mates(s->cx->turns);
-    size_t     bytes = bytes_of(s, number);
-    mt_portion p;
+    int    mates = mt_turns_mates(s->cx->turns);
+    size_t bytes = bytes_of(s, number);
 
-    for (int k = 0; k <= mates; k++) {
-        if (cut_of(s, number) != NULL) {     /* equal shares or nearly, at multiples of 512 bytes */
-            bounds[k] = k == mates ? bytes : bytes / 512 * (size_t)k / (size_t)mates * 512;
-            continue;
-        }
-        MT_DO(mt_portion_of(s->store, number, k < mates ? k : k - 1, mates, &p));
-        bounds[k] = mt_portion_byte(s->store, number, k < mates ? p.begin : p.end);
-    }
+    for (int k = 0; k < mates; k++)
+        if (cut_of(s, number) == NULL)
+            MT_DO(mt_portion_bytes(s->store, number, k, mates, &bounds[k], &bounds[k + 1]));
+        else                             /* equal shares or nearly, at multiples of 512 bytes */
+            bounds[k] = bytes / 512 * (size_t)k / (size_t)mates * 512;
+    if (cut_of(s, number) != NULL)
+        bounds[mates] = bytes;
     return MT_OK;
 }
 
@@ -218,39 +215,16 @@ static void tell_feed(mt_stream *s)
     mt_feed_expect(s->cx->feed, units, n);
 }
 
-static mt_status copy_hi(mt_stream *s, const request *r, const void *hi)
-{
-    const cut          *c = cut_of(s, r->unit);
-    mt_cut_range        whole = { 0, 0, bytes_of(s, r->unit) };
-    const mt_cut_range *ranges = c != NULL ? c->ranges : &whole;
-    int                 n = c != NULL ? c->n : 1;
-    size_t              from, to;
-    mt_span             span;
-
-    MT_DO(brought_by(s, r->unit, r->part, &from, &to));
-    mt_timeline_begin(s->cx->timeline, &span, MT_LANE_H2D, MT_WORK_FETCH,
-                      mt_stream_owner(s, r->unit), s->h2d);
-    for (int i = 0; i < n; i++) {            /* what of each range lies in [from, to) of the slot */
-        const mt_cut_range *one = &ranges[i];
-        size_t              first = one->to > from ? one->to : from;
-        size_t              end = one->to + one->bytes < to ? one->to + one->bytes : to;
-
-        if (end > first)
-            MT_DO(s->dev->ops->copy(s->h2d, (char *)r->mem + first,
-                                    (const char *)hi + one->from + (first - one->to),
-                                    end - first));
-    }
-    mt_timeline_end(s->cx->timeline, &span, to - from, s->h2d);
-    return MT_OK;
-}
-
 /* hi: NULL where the weights are on disk. */
 static mt_status put_copy(mt_stream *s, const request *r, const void *hi)
 {
     const mt_dev_ops *v = s->dev->ops;
     slot             *k = &s->slots[r->slot];
-    size_t            bytes = bytes_of(s, r->unit);
-    int               poisons = mt_poisons(s->cx);
+    const cut        *c = cut_of(s, r->unit);
+    mt_cut_range      whole = { 0, 0, bytes_of(s, r->unit) };
+    int               poisons = s->cx->debug.poison;
+    size_t            from, to;
+    mt_span           span;
 
     /* FREED: compute on what the slot held was put in run before `freed` was recorded there. */
     MT_DO(mt_edge(s->cx, MT_EDGE_FREED, s->h2d, k->freed));
@@ -259,10 +233,26 @@ static mt_status put_copy(mt_stream *s, const request *r, const void *hi)
         memset(s->poison, 0xFF, POISON_BYTES);
     }
     /* Behind FREED and before the copy, so that whoever reads too early reads NaN. */
-    for (size_t at = 0; poisons && at < bytes; at += POISON_BYTES)
+    for (size_t at = 0; poisons && at < whole.bytes; at += POISON_BYTES)
         MT_DO(v->copy(s->h2d, (char *)r->mem + at, s->poison,
-                      bytes - at < POISON_BYTES ? bytes - at : POISON_BYTES));
-    MT_DO(hi != NULL ? copy_hi(s, r, hi) : mt_feed_copy(s->cx->feed, r->unit, r->mem, s->h2d));
+                      whole.bytes - at < POISON_BYTES ? whole.bytes - at : POISON_BYTES));
+    if (hi == NULL) {
+        MT_DO(mt_feed_copy(s->cx->feed, r->unit, r->mem, s->h2d));
+        return v->record(s->h2d, k->ready);
+    }
+    MT_DO(brought_by(s, r->unit, r->part, &from, &to));
+    mt_timeline_begin(s->cx->timeline, &span, MT_LANE_H2D, MT_WORK_FETCH,
+                      mt_stream_owner(s, r->unit), s->h2d);
+    for (int i = 0; i < (c != NULL ? c->n : 1); i++) {
+        const mt_cut_range *one = c != NULL ? &c->ranges[i] : &whole;
+        size_t              first = one->to > from ? one->to : from;     /* of it in [from, to) */
+        size_t              end = one->to + one->bytes < to ? one->to + one->bytes : to;
+
+        if (end > first)
+            MT_DO(v->copy(s->h2d, (char *)r->mem + first,
+                          (const char *)hi + one->from + (first - one->to), end - first));
+    }
+    mt_timeline_end(s->cx->timeline, &span, to - from, s->h2d);
     return v->record(s->h2d, k->ready);
 }
 
@@ -637,7 +627,7 @@ static mt_status open_window(mt_stream *s, int unit, mt_queue *run, int *k)
     /* The FETCHes in [from, step) that are of use from here on. On the schedule these are the ones
      * that the previous window's slot held up; off it, what the slots should hold by now. A slot
      * that has the unit of this step, which the schedule may not know, stays as it is. */
-    for (int64_t i = from; i < step && !mt_syncs(s->cx); i++)
+    for (int64_t i = from; i < step && !s->cx->debug.sync; i++)
         if (mt__course_wants(&s->course, i, step) &&
             sch->steps[i].slot != holding(s, unit, planned))
             MT_DO(hand_over(s, i, run));
@@ -650,7 +640,7 @@ static mt_status open_window(mt_stream *s, int unit, mt_queue *run, int *k)
     /* The FETCHes up to the next COMPUTE. Slot k was just given out: nobody has a tensor in it yet,
      * so `held` does not protect it, and its compute is not in run. What comes from there on waits
      * for the next acquire. */
-    for (; step >= 0 && !mt_syncs(s->cx) && s->course.at < sch->n; s->course.at++) {
+    for (; step >= 0 && !s->cx->debug.sync && s->course.at < sch->n; s->course.at++) {
         const mt_step *next = &sch->steps[s->course.at];
 
         if (next->kind == MT_COMPUTE || next->slot == *k)
@@ -686,9 +676,8 @@ mt_status mt_stream_acquire(mt_stream *s, int unit, mt_queue *run, int *slot_out
 
 void mt_stream_portions(mt_stream *s, int on)
 {
-    mt_lock(&s->mu);                     /* holding() looks at it under mu */
+    MT_HOLD(&s->mu);                     /* holding() looks at it under mu */
     s->portions = on && s->cx->turns != NULL && mt_turns_mates(s->cx->turns) > 1;
-    mt_unlock(&s->mu);
 }
 
 int mt_stream_takes_turn(const mt_stream *s)
@@ -745,7 +734,7 @@ mt_status mt_stream_kick(mt_stream *s, mt_queue *run)
 
     MT_DO(mt_ledger_check(s->store));
     /* An update in mid-backward is no end of the step: its slots are still needed. */
-    if (mt_syncs(s->cx) || !mt__course_over(&s->course))
+    if (s->cx->debug.sync || !mt__course_over(&s->course))
         return MT_OK;
     for (int64_t i = 0; i < sch->n && sch->steps[i].kind != MT_COMPUTE; i++)
         if (sch->steps[i].kind == MT_FETCH)
@@ -777,7 +766,7 @@ mt_status mt_stream_await(mt_stream *s, int k, mt_queue *run)
                       (failed = s->mover.failed != MT_OK) || sl->issued >= sl->asked,
                       name_of(s, sl->unit), "its fetch to be put");
         MT_DO(failed ? mt_ledger_check(s->store) : st);
-        if (mt_syncs(s->cx))
+        if (s->cx->debug.sync)
             MT_DO(s->dev->ops->sync_event(sl->ready));
         /* READY: the copy is in h2d; run goes on when it is over. */
         MT_DO(mt_edge(s->cx, MT_EDGE_READY, run, sl->ready));
@@ -788,11 +777,10 @@ mt_status mt_stream_await(mt_stream *s, int k, mt_queue *run)
 
 /* ---- looking in ------------------------------------------------------------------------- */
 
-int mt_stream_find(const mt_stream *cs, const void *p, int *unit, size_t *offset)
+int mt_stream_find(mt_stream *s, const void *p, int *unit, size_t *offset)
 {
-    mt_stream *s = (mt_stream *)cs;       /* for the lock alone */
-    uintptr_t  at = (uintptr_t)p;
-    int        found = -1;
+    uintptr_t at = (uintptr_t)p;
+    int       found = -1;
 
     MT_HOLD(&s->mu);
     for (int k = 0; k < s->n_slots && found < 0; k++) {

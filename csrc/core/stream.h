@@ -128,7 +128,7 @@ mt_status mt_stream_whole(mt_stream *s, int slot, mt_queue *run);
 mt_status mt_stream_kick(mt_stream *s, mt_queue *run);
 
 /* Which slot's memory contains p, which unit is in it now and at which byte offset; -1 if none. */
-int mt_stream_find(const mt_stream *s, const void *p, int *unit, size_t *offset);
+int mt_stream_find(mt_stream *s, const void *p, int *unit, size_t *offset);
 
 typedef struct mt_stream_stats {
     int64_t  fetches, demand_fetches, rebuilds;   /* since open; demand_fetches: of units that

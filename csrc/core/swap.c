@@ -279,11 +279,6 @@ static mt_status host_bay(mt_swap *w, bundle *k)
 
 /* ---- bundles: under mu -------------------------------------------------------------------- */
 
-static size_t aligned(size_t bytes)
-{
-    return (bytes + ALIGN - 1) / ALIGN * ALIGN;
-}
-
 static mt_status find(const mt_swap *w, uint64_t number, bundle **out)
 {
     bundle *k = w->newest;
@@ -618,7 +613,7 @@ static mt_status copy_all(mt_swap *w, const bundle *k, const mt_swap_part *parts
             MT_TRY(leaving ? copy_slices(q, host, mem, parts[i].bytes)
                            : copy_slices(q, mem, host, parts[i].bytes));
         copied += mem != NULL ? parts[i].bytes : 0;
-        host += aligned(parts[i].bytes);
+        host += mt_round_up(parts[i].bytes, ALIGN);
     }
     mt_timeline_end(w->cx->timeline, &span, copied, q);
     MT_TRY(w->dev->ops->record(q, leaving ? b->filled : b->landed));
@@ -626,7 +621,7 @@ static mt_status copy_all(mt_swap *w, const bundle *k, const mt_swap_part *parts
                  leaving ? "swap out" : "swap back", mt_store_name(w->store, k->unit),
                  leaving ? LEFT : BACK, leaving ? b->filled : b->landed);
     MT_WITH(&w->mu) *(leaving ? &w->stats.out_bytes : &w->stats.back_bytes) += copied;
-    return mt_syncs(w->cx) ? w->dev->ops->sync(q) : MT_OK;
+    return w->cx->debug.sync ? w->dev->ops->sync(q) : MT_OK;
 
 fail:
     mt_timeline_end(w->cx->timeline, &span, copied, q);
@@ -669,11 +664,11 @@ static mt_status bundle_new(mt_swap *w, int unit, const mt_swap_part *parts, int
     k->users = 1;
     for (int i = 0; i < n; i++) {
         k->bytes[i] = parts[i].bytes;
-        k->whole += aligned(parts[i].bytes);
+        k->whole += mt_round_up(parts[i].bytes, ALIGN);
     }
     k->tier = k->whole > 0 ? tier : MT_SWAP_HOST;
     if (k->tier == MT_SWAP_FILE)
-        k->whole = (k->whole + MT_BLOCK_ALIGN - 1) / MT_BLOCK_ALIGN * MT_BLOCK_ALIGN;
+        k->whole = mt_round_up(k->whole, MT_BLOCK_ALIGN);
     MT_HOLD(&w->mu);
     k->number = ++w->bundles;
     k->older = w->newest;
@@ -702,7 +697,7 @@ mt_status mt_swap_out(mt_swap *w, int unit, const mt_swap_part *parts, int n, mt
     if (k->tier == MT_SWAP_FILE) {       /* behind what fills it, it may be written; with overlap */
         become(k, FILLING);              /* off it is when this returns */
         owe(w, &k->bay->fills);
-        if (mt_syncs(w->cx))
+        if (w->cx->debug.sync)
             st = WAIT_UNTIL(w, k, IS_WRITTEN(k), WRITTEN);
     }
     if (st == MT_OK) {

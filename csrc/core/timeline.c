@@ -44,20 +44,9 @@ struct mt_timeline {
     mt_mutex        reading;
 };
 
-#define MT_LANE_TEXT(name, text, what) text,
-#define MT_WORK_TEXT(name, text, what) text,
-
-const char *mt_lane_name(mt_lane lane)
-{
-    static const char *const names[] = { MT_LANE_MAP(MT_LANE_TEXT) };
-    return (unsigned)lane < MT_LANE_COUNT ? names[lane] : "?";
-}
-
-const char *mt_work_name(mt_work work)
-{
-    static const char *const names[] = { MT_WORK_MAP(MT_WORK_TEXT) };
-    return (unsigned)work < MT_WORK_COUNT ? names[work] : "?";
-}
+#define TEXT(name, text, what) text,
+MT_NAMES(mt_lane_name, mt_lane, MT_LANE_MAP(TEXT))
+MT_NAMES(mt_work_name, mt_work, MT_WORK_MAP(TEXT))
 
 /* ---- open, on and close ----------------------------------------------------------------- */
 

@@ -128,7 +128,7 @@ static mt_status look(mt_turns *t, int over, int *verdict)
         elsewhere = rank;
         other = turn < t->turn ? 0 : its;
     }
-    is = atomic_load(word);
+    is = atomic_load(word);              /* behind the looks: a mate may have judged meanwhile */
     mine = t->turn << 1 | (uint64_t)(elsewhere < 0);
     *verdict = -1;
     if (is >> 1 != t->turn && !sure && elsewhere < 0)

@@ -160,8 +160,8 @@ static void publish(mt_updater *u, const work *w, const result *r)
 
 static mt_status uncounted(const mt_updater *u, const job *b)
 {
-    return MT_FAIL(MT_ESTATE, "unit %s: a gradient to be clipped came without its sum of squares; "
-                   "offload it, or give the job a sumsq", mt_store_name(u->store, b->up->j.unit));
+    return MT_FAIL(MT_ESTATE, "unit %s: a gradient came without its sum of squares; offload it, or "
+                   "give the job a sumsq", mt_store_name(u->store, b->up->j.unit));
 }
 
 /* ---- with other ranks --------------------------------------------------------------------- */
@@ -180,7 +180,7 @@ static mt_status name_differences(mt_updater *u, const work *w, const uint64_t h
     for (int k = 0; k < MT_ALIKES; k++)
         bits |= mt_alike_mix(7, hash[k]) >> (64 - MT_ALIKE_BITS) << (k * MT_ALIKE_BITS);
     mt_ledger_say(u->store, MT_COUNT_CLEAR, w->ticket, bits);
-    MT_DO(mt_ledger_meet(u->store, MT_COUNT_CLEAR, w->ticket, 0, NULL));
+    MT_DO(mt_ledger_meet(u->store, MT_COUNT_CLEAR, w->ticket, 0));
     if ((rank = mt_board_differs(mt_share_board(h), MT_COUNT_CLEAR, bits)) == mt_share_ranks(h))
         return MT_FAIL(MT_EPEER, "update: in step %" PRIu64 " ranks ask for other updates",
                        w->ticket);
@@ -234,7 +234,7 @@ static mt_status measure_all(mt_updater *u, const work *w)
     for (int k = 0; k < MT_ALIKES; k++)
         sum = mt_alike_mix(sum, hash[k]);
     mt_ledger_say(u->store, MT_COUNT_MEASURED, w->ticket, sum);
-    MT_DO(mt_ledger_meet(u->store, MT_COUNT_MEASURED, w->ticket, 0, NULL));
+    MT_DO(mt_ledger_meet(u->store, MT_COUNT_MEASURED, w->ticket, 0));
     if (mt_board_differs(mt_share_board(u->cx->share), MT_COUNT_MEASURED, sum) <
         mt_share_ranks(u->cx->share))
         return name_differences(u, w, hash);
@@ -260,13 +260,13 @@ static mt_status weigh(mt_updater *u, const job *b, double *total, int *finite, 
     MT_DO(mt_ledger_wait_grads(u->store, j->unit));
     *finite = *known = 1;
     for (int i = 0; i < j->n_params; i++) {
-        int    use = b->sums != NULL, valid;
+        int    use = b->sums != NULL;
         double sum = use ? b->sums[i] : 0;
 
         if (!use && j->sumsq != NULL)
             sum = j->sumsq(j->arg, u->pool, i, NULL, &use);
         if (!use)
-            sum = mt_offload_sumsq(u->grads, j->unit, j->params[i], &valid);
+            sum = mt_offload_sumsq(u->grads, j->unit, j->params[i]);
         if (!use && !b->counted[i]) {
             sum = (double)NAN;
             *known = 0;
@@ -295,7 +295,7 @@ static mt_status weigh_all(mt_updater *u, const work *w, result *r, float *clip)
         memcpy(&bits, &total, sizeof bits);
         if (mt_share_rank(u->cx->share) == 0)
             mt_ledger_say(u->store, MT_COUNT_NORMED, w->ticket, bits);
-        MT_DO(mt_ledger_meet(u->store, MT_COUNT_NORMED, w->ticket, 0, NULL));
+        MT_DO(mt_ledger_meet(u->store, MT_COUNT_NORMED, w->ticket, 0));
         bits = mt_share_about(u->cx->share, MT_COUNT_NORMED, 0);
         memcpy(&total, &bits, sizeof total);
     }
@@ -351,7 +351,7 @@ static mt_status run_all(mt_updater *u, const work *w, mt_status st, float clip,
     double total = 0;
     int    clipped = w->max_norm > 0, skip_all = clipped && r->skipped > 0, finite, known;
 
-    for (int turn = 0; turn < 3; turn++)
+    for (int turn = 0; turn < 3; turn++)     /* the device and the drive start before the pool */
         for (int i = 0; i < w->n; i++) {
             job *b = &w->jobs[i];
 
@@ -405,7 +405,7 @@ static mt_status carry_out(void *arg, mt_job *node)
             st = mt_ledger_wait_fetched(u->store, w->jobs[i].up->j.unit);
         if (st == MT_OK) {
             mt_ledger_say(u->store, MT_COUNT_CLEAR, w->ticket, 0);
-            st = mt_ledger_meet(u->store, MT_COUNT_CLEAR, w->ticket, 0, NULL);
+            st = mt_ledger_meet(u->store, MT_COUNT_CLEAR, w->ticket, 0);
         }
         mt_timeline_end(u->timeline, &span, 0, NULL);
     }
@@ -478,7 +478,7 @@ mt_status mt_update_submit(mt_updater *u, const mt_update_job *jobs, int n, doub
     mt_unlock(&u->mu);
     if (u->cx->share != NULL)
         mt_ledger_say(u->store, MT_COUNT_SUBMITTED, *ticket, 0);
-    return mt_syncs(u->cx) ? mt_update_drain(u) : MT_OK;
+    return u->cx->debug.sync ? mt_update_drain(u) : MT_OK;
 
 fail:
     work_free(w);

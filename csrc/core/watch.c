@@ -161,7 +161,7 @@ static int next_longest(mt_watch *w, seen *s)
 {
     const mt_post *found = NULL;
 
-    mt_lock(&w->mu);
+    MT_HOLD(&w->mu);
     for (const mt_post *p = w->first; p != NULL; p = p->next)
         if (is_later(p, s->since_ns, s->at) && (found == NULL || is_later(found, p->since_ns, p)))
             found = p;
@@ -174,7 +174,6 @@ static int next_longest(mt_watch *w, seen *s)
                  found->unit != NULL ? ", unit " : "", found->unit != NULL ? found->unit : "",
                  found->awaits);
     }
-    mt_unlock(&w->mu);
     return found != NULL;
 }
 
@@ -184,11 +183,10 @@ static int computes(mt_watch *w)
     seen s = { 0 };
     int  done = 1;
 
-    mt_lock(&w->asking);
+    MT_HOLD(&w->asking);
     while (done && next_longest(w, &s))
         if (s.computes && s.event->dev->ops->query(s.event, &done) != MT_OK)
             done = 1;
-    mt_unlock(&w->asking);
     return !done;
 }
 
@@ -257,15 +255,14 @@ static int is_spared(mt_watch *w, const mt_post *p)
 
     if (!computes(w))
         return 0;
-    mt_lock(&w->mu);
-    if (left_of(w, p) == 0) {            /* else another wait was here first */
-        spared = atomic_load_explicit(&w->spared, memory_order_relaxed) + 1;
-        if ((goes_on = spared < SPARED)) {
-            mt_watch_moved(w);
-            atomic_store_explicit(&w->spared, spared, memory_order_relaxed);
+    MT_WITH(&w->mu)
+        if (left_of(w, p) == 0) {        /* else another wait was here first */
+            spared = atomic_load_explicit(&w->spared, memory_order_relaxed) + 1;
+            if ((goes_on = spared < SPARED)) {
+                mt_watch_moved(w);
+                atomic_store_explicit(&w->spared, spared, memory_order_relaxed);
+            }
         }
-    }
-    mt_unlock(&w->mu);
     if (spared == 1 && w->say != NULL) {
         mt_watch_tell(w, list, sizeof list);
         snprintf(text, sizeof text,
@@ -286,10 +283,9 @@ static mt_status judge(mt_watch *w, const mt_post *p)
 
     if (left_of(w, p) > 0)
         return MT_OK;
-    mt_lock(&w->mu);                     /* something patient is in the list: nothing is stuck */
-    for (const mt_post *q = w->first; q != NULL && !patient; q = q->next)
-        patient = q->patient;
-    mt_unlock(&w->mu);
+    MT_WITH(&w->mu)                      /* something patient is in the list: nothing is stuck */
+        for (const mt_post *q = w->first; q != NULL && !patient; q = q->next)
+            patient = q->patient;
     if (patient)
         mt_watch_moved(w);
     if (patient || is_spared(w, p))

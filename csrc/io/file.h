@@ -55,7 +55,7 @@ mt_status mt_file_move(const mt_file_calls *calls, int fd, const char *path, int
 
 static inline size_t mt_file_pages(size_t bytes)
 {
-    return (bytes + MT_BLOCK_ALIGN - 1) / MT_BLOCK_ALIGN * MT_BLOCK_ALIGN;
+    return mt_round_up(bytes, MT_BLOCK_ALIGN);
 }
 
 typedef struct mt_file mt_file;

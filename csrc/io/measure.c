@@ -75,10 +75,8 @@ static mt_status timed(run *t, mt_request *r, int depth, int mode, double *rate)
  * A direct transfer looks at each. */
 static mt_status make_requests(run *t, int depth, size_t each, mt_arena *memory, mt_request *r)
 {
-    size_t all;
-
-    MT_DO(mt_mul_size((size_t)depth, each, "requests to measure a disk with", &all));
-    MT_DO(mt_arena_open(memory, all, NULL, NULL, "requests to measure a disk with", 0));
+    MT_DO(mt_arena_open(memory, (size_t)depth * each, NULL, NULL,
+                        "requests to measure a disk with", 0));
     for (int i = 0; i < depth; i++) {
         r[i] = (mt_request){ .mem = (char *)memory->base + (size_t)i * each, .bytes = each,
                              .done = request_over, .arg = t };
@@ -97,7 +95,8 @@ mt_status mt_disk_measure(const char *dir, uint64_t bytes, size_t each, int dept
     mt_disk_rates found;
     mt_status     st;
 
-    if (depth < 1 || each == 0 || each % MT_BLOCK_ALIGN != 0 || bytes < each || r == NULL) {
+    if (depth < 1 || each == 0 || each % MT_BLOCK_ALIGN != 0 || bytes < each || r == NULL ||
+        (size_t)depth > SIZE_MAX / each) {
         free(r);
         return MT_FAIL(MT_EINVAL, "nvme: %llu bytes in requests of %zu, %d under way; each is a "
                        "multiple of %zu",

@@ -8,6 +8,7 @@
 #include "shards.h"
 
 #include "../core/arena.h"
+#include "../core/clock.h"
 #include "../core/forks.h"
 #include "../core/worker.h"
 #include "sum.h"
@@ -573,7 +574,7 @@ static mt_status make_buffers(mt_shards *w)
     n = n > w->n_blocks ? w->n_blocks : n;
     w->n_buffers = n;
     MT_DO(MT_MAKE(w->buffers, (int64_t)n, "save"));
-    MT_DO(mt_arena_reserve(&w->memory, n * MT_BLOCK_BYTES, "spare memory of a save", 0));
+    MT_DO(mt_arena_reserve(&w->memory, n * MT_BLOCK_BYTES, NULL, 0, "spare memory of a save", 0));
     /* the first is taken first, and those that are never needed stay reserved */
     for (size_t i = n; i-- > 0;) {
         w->buffers[i] = (buffer){ .mem = (char *)w->memory.base + i * MT_BLOCK_BYTES,
@@ -621,23 +622,10 @@ fail:
 
 /* ---- wait and close ----------------------------------------------------------------------- */
 
-static struct timespec from_now(double seconds)
-{
-    struct timespec t;
-
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    t.tv_sec += (time_t)seconds;
-    t.tv_nsec += (long)((seconds - (double)(time_t)seconds) * 1e9);
-    if (t.tv_nsec >= 1000000000L) {
-        t.tv_nsec -= 1000000000L;
-        t.tv_sec++;
-    }
-    return t;
-}
-
 mt_status mt_shards_wait(mt_shards *w, double seconds, uint64_t *bytes, int *over)
 {
-    struct timespec until = from_now(seconds);
+    uint64_t        end = mt_now_ns() + (uint64_t)(seconds * 1e9);
+    struct timespec until = { (time_t)(end / 1000000000u), (long)(end % 1000000000u) };
     mt_status       st;
 
     mt_lock(&w->mu);

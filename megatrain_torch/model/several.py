@@ -87,7 +87,7 @@ def engine(where: torch.device, choices: Choices, ranks: Ranks | None) -> _core.
 
 def processors(nodes: list[int], own: int, allowed: set[int], sysfs: Path = Path("/sys")) -> set[int]:
     """Beside a rank's GPU, for the engine's threads: what they touch first, states of the rank's own portion, lies in
-    the memory there (csrc/core/numa.h). All that are allowed, unless each node of the machine has equally many of its
+    the memory there (csrc/core/arena.h). All that are allowed, unless each node of the machine has equally many of its
     ranks' GPUs: some nodes would have nothing to do else.
 
     Args:

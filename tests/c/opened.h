@@ -26,6 +26,14 @@ static inline mt_dev *cpu_open(void)
     return dev;
 }
 
+/* While others work, too. */
+static inline void debug_set(mt_context *cx, mt_debug d)
+{
+    cx->debug.skip = d.skip;
+    cx->debug.poison = d.poison;
+    cx->debug.sync = d.sync;
+}
+
 /* The unit's number. */
 static inline int store_add(mt_store *s, const char *name, const mt_param_desc *d, int n)
 {

@@ -83,7 +83,7 @@ static void on_cpu(hotel *h, unsigned skip)
 
     REQUIRE_OK(mt_dev_cpu_open(&dev));
     REQUIRE_OK(hotel_open(h, dev, &(mt_param_desc){ MT_F32, 100, 1 }, 1));
-    mt_debug_set(&h->cx, (mt_debug){ .skip = skip });
+    debug_set(&h->cx, (mt_debug){ .skip = skip });
 }
 
 static void off_cpu(hotel *h)
@@ -113,7 +113,7 @@ static float *moment(hotel *h)
 /* What the home asks around an update, which made has done. */
 static mt_status parts_of(hotel *h, const mt_part **parts, int *n)
 {
-    return MT_LOCKED(&h->r->mu, mt__arrive_parts(h->r, 0, parts, n));
+    return MT_LOCKED(&h->r->mu, mt_arrive_parts(h->r, 0, parts, n));
 }
 
 static mt_status before(hotel *h, mt_queue *q)

@@ -30,7 +30,6 @@ typedef struct world {
     mt_pool  *pool;
     mt_file  *file;
     mt_disk  *disk;
-    mt_feed  *feed;              /* NULL: weights are in memory */
     mt_queue *h2d;
     float    *hi[UNITS][PARAMS], *m[UNITS][PARAMS], *v[UNITS][PARAMS];       /* what is right */
     int       step;
@@ -99,7 +98,7 @@ static void open_world(world *w, int n_buffers, int dawdle_us)
 static void close_world(world *w)
 {
     w->dev->ops->queue_close(w->h2d);
-    mt_feed_close(w->feed);
+    mt_feed_close(w->cx.feed);
     mt_disk_close(w->disk);
     mt_file_close(w->file);
     mt_store_close(w->store);
@@ -158,7 +157,7 @@ static mt_status update_parts(void *arg, mt_pool *pool, const mt_part *parts, in
 
         for (int p = 0; p < e->n; p++)
             ours |= e->params[p] == k->param;
-        CHECK_EQ(k->from % MT_LAYOUT_GRAIN, 0);
+        CHECK_EQ(k->from % MT_DISK_GRAIN, 0);
         if (!ours)
             continue;
         hi = hi != NULL ? hi : plane(e->w, e->unit, k->param, MT_PLANE_HI) + k->from;
@@ -670,7 +669,7 @@ TEST(open_refuses_buffers_that_hold_nothing)
     CHECK_EQ(mt_disk_open(&w.cx, mt_file_blocks(w.file), NULL, 1, BUFFER - 4096, &d), MT_EINVAL);
     CHECK_EQ(mt_disk_open(&w.cx, mt_file_blocks(w.file), NULL, 1, BUFFER + 1, &d), MT_EINVAL);
     CHECK_EQ(mt_disk_open(&w.cx, mt_file_blocks(w.file), NULL, 1 << 20, (size_t)1 << 50, &d),
-             MT_EINVAL);
+             MT_ENOMEM);
     mt_disk_close(NULL);
 }
 
@@ -687,7 +686,7 @@ static void open_fed(world *w, int n_buffers, int dawdle_us, int delay_us)
 {
     open_store(w, delay_us, 0);
     open_disk(w, n_buffers, 1);
-    REQUIRE_OK(mt_feed_open(&w->cx, (size_t)n_buffers * 30000, &w->feed));
+    REQUIRE_OK(mt_feed_open(w->cx.disk, (size_t)n_buffers * 30000));
     for (int u = 0; u < UNITS; u++) {
         for (int p = 0; p < PARAMS; p++)
             for (int64_t i = 0; i < numels[u][p]; i++)
@@ -708,11 +707,11 @@ static mt_status fetch(world *w, int u, char *slot)
     uint64_t  version;
     mt_status st, end;
 
-    mt_feed_next(w->feed, u);
-    mt_feed_expect(w->feed, next, 2);
+    mt_feed_next(w->cx.feed, u);
+    mt_feed_expect(w->cx.feed, next, 2);
     if ((st = mt_ledger_fetch_begin(w->store, u, &version)) != MT_OK)
         return st;
-    st = mt_feed_copy(w->feed, u, slot, w->h2d);
+    st = mt_feed_copy(w->cx.feed, u, slot, w->h2d);
     end = mt_ledger_fetching(w->store, u, w->h2d);
     return st != MT_OK ? st : end;
 }
@@ -796,11 +795,11 @@ TEST(an_update_waits_for_reads_of_its_weights_ahead)
     FED(w, 4, 0, 0);
     for (int i = 0; i < 3; i++) {
         step_and_fetch(&w, 0);
-        mt_feed_expect(w.feed, &first, 0);
+        mt_feed_expect(w.cx.feed, &first, 0);
         fetch_all(&w);                   /* the last one's piece in every buffer */
         read_as_far_as_it_goes(&w);      /* of the first unit's states, too */
         pthread_t thread = hold_next(&disk.hold_read);
-        mt_feed_expect(w.feed, &first, 1);
+        mt_feed_expect(w.cx.feed, &first, 1);
         CHECK_OK(update(&w, 0, all, PARAMS, 0));
         read_as_far_as_it_goes(&w);
         thread_join(thread);
@@ -861,7 +860,7 @@ TEST(a_push_meets_no_read_ahead_of_its_weights)
         read_as_far_as_it_goes(&w);
         plane(&w, 1, 0, MT_PLANE_HI)[3] = w.hi[1][0][3] = (float)(17 + held);
         pthread_t thread = hold_next(held ? &disk.hold_read : &disk.hold_write);
-        mt_feed_expect(w.feed, &second, 1);
+        mt_feed_expect(w.cx.feed, &second, 1);
         if (!held)
             read_as_far_as_it_goes(&w);
         CHECK_OK(mt_mirror_push(w.store, 1, 0, 1u << MT_PLANE_HI));
@@ -877,11 +876,11 @@ TEST(weights_are_read_ahead_before_anybody_fetches_them)
 
     FED(w, 9, 0, 0);
     uint64_t read = mt_disk_stats_get(w.disk).read_bytes;
-    mt_feed_expect(w.feed, units, 2);
+    mt_feed_expect(w.cx.feed, units, 2);
     read_as_far_as_it_goes(&w);
     CHECK(mt_disk_stats_get(w.disk).read_bytes > read + mt_store_hi_bytes(w.store, 1));
     read = mt_disk_stats_get(w.disk).read_bytes;
-    mt_feed_expect(w.feed, units, 0);
+    mt_feed_expect(w.cx.feed, units, 0);
     fetch_all(&w);               /* those are given up for what is fetched first */
     CHECK(mt_disk_stats_get(w.disk).read_bytes > read);
     CHECK(mt_disk_stats_get(w.disk).buffer_bytes > 10 * BUFFER);
@@ -951,11 +950,10 @@ TEST(what_is_not_trained_is_read_by_fetches_alone)
     mt_disk_stats    before, now;
 
     FED(w, 2, 0, 0);
-    mt_feed_close(w.feed);
-    w.feed = NULL;
+    mt_feed_close(w.cx.feed);
     int unit = store_add(w.store, "lora", d, 3);
     CHECK_OK(mt_disk_add(w.disk, unit, 1));
-    REQUIRE_OK(mt_feed_open(&w.cx, 0, &w.feed));
+    REQUIRE_OK(mt_feed_open(w.cx.disk, 0));
     CHECK_OK(mt_mirror_push(w.store, unit, -1, 1u << MT_PLANE_HI));
     before = mt_disk_stats_get(w.disk);
     (void)run_errand(&w, &second, 1, unit, 1);
@@ -982,7 +980,7 @@ TEST(what_is_trained_is_settled_when_weights_go_to_disk)
     WORLD(w, 2, 0);
     int unit = store_add(w.store, "late", &d, 1);
     CHECK_OK(mt_disk_add(w.disk, unit, 1));
-    REQUIRE_OK(mt_feed_open(&w.cx, 0, &w.feed));
+    REQUIRE_OK(mt_feed_open(w.cx.disk, 0));
     CHECK_OK(mt_store_set_trainable(w.store, unit, 0, 0));
     CHECK_FAILS(mt_mirror_push(w.store, unit, -1, 1u << MT_PLANE_HI), MT_ESTATE, "unit late");
     CHECK_SAYS("fetches have buffers of");
@@ -995,10 +993,10 @@ TEST(frozen_weights_are_fetched_and_trained_later)
     static const int both[2] = { 0, 1 };
 
     FED(w, 2, 0, 0);
-    mt_feed_close(w.feed);
+    mt_feed_close(w.cx.feed);
     int unit = store_add(w.store, "lora", d, 2);
     CHECK_OK(mt_disk_add(w.disk, unit, 1));
-    REQUIRE_OK(mt_feed_open(&w.cx, 0, &w.feed));
+    REQUIRE_OK(mt_feed_open(w.cx.disk, 0));
     for (int p = 0; p < 2; p++)
         for (int64_t i = 0; i < d[p].numel; i++)
             plane(&w, unit, p, MT_PLANE_HI)[i] = (float)(i % 7);
@@ -1034,8 +1032,8 @@ TEST(a_fetch_that_fails_is_a_fault_that_names_its_weights)
     free(slot);
 
     open_world(&w, 1, 0);
-    REQUIRE_OK(mt_feed_open(&w.cx, 0, &w.feed));
-    CHECK_FAILS(mt_feed_copy(w.feed, 0, NULL, w.h2d), MT_ESTATE, "unit first");
+    REQUIRE_OK(mt_feed_open(w.cx.disk, 0));
+    CHECK_FAILS(mt_feed_copy(w.cx.feed, 0, NULL, w.h2d), MT_ESTATE, "unit first");
     close_world(&w);
 }
 
@@ -1047,12 +1045,11 @@ TEST(weights_that_were_brought_outlive_a_save)
     FED(w, 3, 0, 0);
     step(&w, 0);
     CHECK_OK(mt_mirror_bring(w.store, 2, hi));
-    mt_ledger_i_save(1);
     for (int u = 1; u < UNITS; u++) {
+        CHECK_OK(mt_ledger_wait_updates(w.store, u));
         CHECK_OK(mt_mirror_peek(w.store, u, hi | MT_STATE_PLANES));
         CHECK_OK(mt_mirror_release(w.store, u));
     }
-    mt_ledger_i_save(0);
     CHECK(memcmp(plane(&w, 2, 2, MT_PLANE_HI), w.hi[2][2],
                  (size_t)numels[2][2] * sizeof(float)) == 0);
     CHECK_EQ(mt_store_reserved(w.store, 2, MT_PLANE_HI), 0);

@@ -207,7 +207,6 @@ typedef struct engine {
     mt_through  *h;
     mt_file     *file;           /* these three: NULL where no unit is on disk */
     mt_disk     *d;
-    mt_feed     *f;
     char         dir[32];
     unsigned     settled, through, filed;
     mt_slot_desc slots[SLOTS + UNITS];          /* the ring, then the settled units' */
@@ -256,7 +255,7 @@ static void engine_file(engine *e)
             drop_plane(e->t.store, u, MT_PLANE_HI);
             REQUIRE_OK(mt_disk_add(e->d, u, 1));
         }
-    REQUIRE_OK(mt_feed_open(&e->t.cx, 3 * MT_BLOCK_ALIGN, &e->f));
+    REQUIRE_OK(mt_feed_open(e->t.cx.disk, 3 * MT_BLOCK_ALIGN));
     for (int u = 0; u < UNITS; u++) {
         for (int p = 0; p < TOY_PARAMS && (e->filed >> u & 1); p++)
             for (int64_t i = 0; i < toy_numel(u, p); i++)
@@ -309,7 +308,7 @@ static void engine_open(engine *e, const config *c)
     if (e->filed != 0)
         engine_file(e);
     CHECK_OK(mt_timeline_on(e->timeline, c->traced));
-    mt_debug_set(&e->t.cx, c->debug);
+    debug_set(&e->t.cx, c->debug);
 }
 
 static void engine_stop(engine *e)
@@ -318,7 +317,7 @@ static void engine_stop(engine *e)
     mt_through_close(e->h);
     mt_offload_close(e->o);
     mt_stream_close(e->s);
-    mt_feed_close(e->f);
+    mt_feed_close(e->t.cx.feed);
     mt_disk_close(e->d);
     mt_file_close(e->file);
     if (e->filed != 0)
@@ -331,7 +330,6 @@ static void engine_stop(engine *e)
     e->s = NULL;
     e->r = NULL;
     e->h = NULL;
-    e->f = NULL;
     e->d = NULL;
     e->file = NULL;
     e->filed = 0;

@@ -45,7 +45,7 @@ TEST(arenas_are_not_in_a_child_and_their_addresses_are_taken)
     mt_arena committed, reserved;
 
     REQUIRE_OK(mt_arena_open(&committed, 64 << 20, NULL, NULL, "committed", 0));
-    REQUIRE_OK(mt_arena_reserve(&reserved, 64 << 20, "reserved", 0));
+    REQUIRE_OK(mt_arena_reserve(&reserved, 64 << 20, NULL, 0, "reserved", 0));
     *(char *)committed.base = 7;
     CHECK_EQ(child(reads, &committed), -SIGSEGV);
     CHECK_EQ(child(reads, &reserved), -SIGSEGV);

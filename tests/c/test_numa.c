@@ -1,7 +1,7 @@
-/* test_numa.c — numa.h on made-up topologies, and the kernel's answer to what it is asked. */
+/* test_numa.c — arena.h's nodes on made-up topologies, and what the kernel answers. */
 #include "check.h"
 
-#include "../../csrc/core/numa.h"
+#include "../../csrc/core/arena.h"
 #include <linux/mempolicy.h>
 #include <sys/syscall.h>
 
@@ -104,13 +104,10 @@ TEST(the_kernel_takes_what_it_is_asked)
 
 TEST(one_node_is_left_alone)
 {
-    size_t bytes = (size_t)sysconf(_SC_PAGESIZE);
-    char  *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    mt_arena a = { 0 };
 
-    REQUIRE(p != MAP_FAILED);
-    CHECK_EQ(mt_numa_place(p, bytes, 0), 0);
-    CHECK_EQ(mt_numa_place(p, bytes, 1), 0);
+    REQUIRE_OK(mt_arena_open(&a, (size_t)sysconf(_SC_PAGESIZE), NULL, NULL, "test", 0));
     if (mt_nodes_here()->n == 1)
-        CHECK_EQ(policy_at(p), MPOL_DEFAULT);
-    munmap(p, bytes);
+        CHECK_EQ(policy_at(a.base), MPOL_DEFAULT);
+    mt_arena_close(&a);
 }

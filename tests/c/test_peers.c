@@ -209,7 +209,7 @@ TEST(what_is_given_back_is_its_own)
     for (int r = 0; r < 2; r++) {
         REQUIRE_OK(mt_share_open(fd, r, 2, &h[r]));
         REQUIRE_OK(mt_share_take(h[r], 8 * page, &range[r]));
-        REQUIRE_OK(mt_arena_range(&a[r], &range[r], 0, "test", 0));
+        REQUIRE_OK(mt_arena_reserve(&a[r], range[r].bytes, &range[r], 0, "test", 0));
     }
     size_t before = pages_of(fd);
     mt_arena_keep(&a[0], 0, 3 * page + 512);                 /* page 3 has something of both */
@@ -869,11 +869,12 @@ static mt_status put(void *arg, mt_queue *q, float clip)
     const unit_job *j = arg;
     mt_adam_tensor  t[PARAMS];
     const mt_part  *parts;
-    int             n, guest;
-    mt_status       st = mt_resident_parts(j->r->res, j->unit, &parts, &n, &guest);
+    int             n;
 
-    if (st != MT_OK || guest)
-        return st != MT_OK ? st : compute(arg, q, parts, n, clip);
+    if (mt_arrive_invited(j->r->res, j->unit)) {
+        MT_DO(mt_arrive_parts(j->r->res, j->unit, &parts, &n));
+        return compute(arg, q, parts, n, clip);
+    }
     return mt_adam_put(q, t, tensors_of(j, t), clip);
 }
 
@@ -1395,7 +1396,6 @@ static void *save_beside_a_step(void *arg)
     for (int u = 0; u < UNITS; u++)
         hand_over(r, u, 0);
     submit(r, jobs, &ticket);
-    mt_ledger_i_save(1);
     for (int u = UNITS - 1; u >= 0; u--) {
         copied = read_all(r, u, 1);
         CHECK_EQ(memcmp(copied, before[u], (size_t)r->fills), 0);
@@ -1405,7 +1405,6 @@ static void *save_beside_a_step(void *arg)
         CHECK_OK(mt_ledger_wait_saved(r->cx.store, u));
         CHECK_OK(mt_mirror_release(r->cx.store, u));
     }
-    mt_ledger_i_save(0);
     meet(r);
     CHECK_EQ(mt_store_bytes(r->cx.store, MT_PLANE_M), 0);
     meet(r);                             /* nobody reads before */
@@ -1826,7 +1825,7 @@ TEST(who_leaves_when_all_is_done_is_missed_by_nobody)
 typedef struct odd {
     runner   *r;
     double    max_norm;
-    int       n_jobs;
+    int       n_jobs, forgets;       /* forgets: nobody has measured its gradients */
     mt_status (*update)(void *arg, mt_pool *pool, float clip);
     void     (*alike)(const void *arg, uint64_t hash[MT_ALIKES]);
     mt_status st;
@@ -1845,6 +1844,11 @@ static void *odd_step(void *arg)
         j[u] = (unit_job){ .r = o->r, .unit = u, .params = { 0, 1, 2, 4 }, .n = 4 };
         jobs[u] = (mt_update_job){ .unit = u, .n_params = 4, .params = j[u].params,
                                    .run = o->update, .arg = &j[u], .alike = o->alike };
+    }
+    for (int u = 0; u < UNITS && o->forgets; u++) {      /* not before the other is in its step */
+        while (mt_share_said(o->r->cx.share, MT_COUNT_SUBMITTED, 1 - o->r->rank) == 0)
+            usleep(1000);
+        mt_offload_forget(o->r->o, u);
     }
     CHECK_OK(mt_update_submit(o->r->u, jobs, o->n_jobs, o->max_norm, o->r->run, &ticket));
     o->st = mt_update_drain(o->r->u);
@@ -1886,6 +1890,19 @@ TEST(ranks_that_update_other_things_are_told)
             CHECK_HAS(o[k].why, names[what]);
         }
     }
+}
+
+TEST(a_gradient_that_nobody_measured_ends_all_steps)
+{
+    odd o[2] = { { .max_norm = 1, .n_jobs = UNITS, .update = update },
+                 { .max_norm = 1, .n_jobs = UNITS, .update = update, .forgets = 1 } };
+
+    run_odd(o);
+    CHECK_EQ(o[1].st, MT_ESTATE);
+    CHECK_HAS(o[1].why, "unit layers.0: a gradient came without its sum of squares");
+    CHECK_EQ(o[0].st, MT_EPEER);
+    CHECK_HAS(o[0].why, "rank 1 (process ");
+    CHECK_HAS(o[0].why, "came without its sum of squares");
 }
 
 /* An update that fails in one rank's pool. */

@@ -42,7 +42,7 @@ static void sheet_open(sheet *s, uint64_t seed)
     s->how = (mt_cut){ .planes = s->planes, .align = seed % 2 ? MT_PART_ALIGN : 4096,
                        .budget = (size_t)(32 + random_below(&seed, 60)) * 4096,
                        .grain = 128 << random_below(&seed, 6), .most = seed % 3 ? 0 : 3,
-                       .spacing = seed % 5 ? 0 : 4096 };
+                       .spacing = seed % 5 ? MT_PART_ALIGN : 4096 };
     REQUIRE_OK(mt_pieces_cut(s->t.store, s->unit, &s->how, &s->p));
     REQUIRE(posix_memalign((void **)&s->mem, 4096, s->how.budget) == 0);
     REQUIRE((s->parts = calloc((size_t)s->p->most + 1, sizeof *s->parts)) != NULL);
@@ -72,7 +72,7 @@ static void mark(const sheet *s, const mt_piece *piece, const mt_part *k, unsign
         if (k->at[p] == NULL)
             continue;
         CHECK_EQ(at % MT_PART_ALIGN, 0);
-        if (p == MT_PLANE_HI && s->how.spacing > 0 && k->from == 0)
+        if (p == MT_PLANE_HI && k->from == 0)
             CHECK_EQ(at % s->how.spacing, 0);
         REQUIRE(at + n <= piece->bytes);
         CHECK_EQ(at < piece->weights, p == MT_PLANE_HI);
@@ -131,7 +131,7 @@ TEST(pieces_are_full)
 {
     mt_param_desc d = { MT_BF16, 100000, 1 };
     unsigned      planes = HI | MT_STATE_PLANES;
-    mt_cut        how = { &planes, 65536, MT_PART_ALIGN, 128, 0, 0 };
+    mt_cut        how = { &planes, 65536, MT_PART_ALIGN, 128, 0, MT_PART_ALIGN };
     const size_t  grain = 128 * (2 + 2 + 1 + 1) + 8;     /* with its scales */
     mt_pieces    *p;
 
@@ -152,7 +152,7 @@ TEST(weights_lie_as_in_their_plane)
 {
     mt_param_desc d[3] = { { MT_BF16, 300, 1 }, { MT_F32, 5000, 1 }, { MT_BF16, 7, 1 } };
     unsigned      planes[3] = { HI | MT_STATE_PLANES, HI | MT_STATE_PLANES, HI | MT_STATE_PLANES };
-    mt_cut        how = { planes, 65536, 4096, 4096, 0, 0 };
+    mt_cut        how = { planes, 65536, 4096, 4096, 0, MT_PART_ALIGN };
     mt_pieces    *p;
 
     TOY(t, 0, 1, 0);
@@ -176,7 +176,7 @@ TEST(a_budget_below_a_grain_is_refused)
 {
     mt_param_desc d = { MT_F32, 5000, 1 };
     unsigned      planes = MT_STATE_PLANES;
-    mt_cut        how = { &planes, 4096, MT_PART_ALIGN, 1024, 0, 0 };
+    mt_cut        how = { &planes, 4096, MT_PART_ALIGN, 1024, 0, MT_PART_ALIGN };
     mt_pieces    *p = NULL;
 
     TOY(t, 0, 1, 0);

@@ -141,7 +141,7 @@ TEST(of_an_arena_what_is_kept_is_committed_and_registered)
     mt_arena         a = { 0 };
     int              told;       /* the system says what is in memory */
 
-    REQUIRE_OK(mt_arena_reserve(&a, 64 * page, "test", 0));
+    REQUIRE_OK(mt_arena_reserve(&a, 64 * page, NULL, 0, "test", 0));
     told = pages_in(&a, 0, 64 * page) == 0;
     CHECK_EQ(a.kept, 64 * page);
     mt_arena_keep(&a, 9 * page + 5, 3 * page);

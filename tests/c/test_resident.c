@@ -269,7 +269,7 @@ static void model_open(model *m, const config *c, outcome *out)
             CHECK_OK(mt_store_move(m->store, u, &mt_home_through, m->t));
     open_slots(m);
     open_guests(m);
-    mt_debug_set(&m->cx, c->debug);
+    debug_set(&m->cx, c->debug);
     for (int k3 = 0; k3 < MICROS * UNITS * PARAMS; k3++)
         REQUIRE((m->source[k3 / (UNITS * PARAMS)][k3 / PARAMS % UNITS][k3 % PARAMS]
                  = calloc(MAX_N, 4)) != NULL);
@@ -446,7 +446,8 @@ static mt_status adam_put(void *arg, mt_queue *q, float clip)
     mt_adam_tensor t[PARAMS * 2];
     int            n, guest;
 
-    TRY(mt_resident_parts(a->m->r, a->unit, &parts, &n, &guest));
+    if ((guest = mt_arrive_invited(a->m->r, a->unit)))
+        TRY(mt_arrive_parts(a->m->r, a->unit, &parts, &n));
     if (a->m->c->slow)
         TRY(q->dev->ops->call(q, nap_of_an_update, NULL));
     if (guest)

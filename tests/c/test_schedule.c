@@ -13,6 +13,7 @@ enum { EMBED, L0, L1, L2, L3, HEAD, UNITS };
 static const size_t      unit_bytes[UNITS] = { LARGE, 100, 100, SMALL, 100, 280 };
 static const char *const names[UNITS] = { "embed",    "layers.0", "layers.1",
                                           "layers.2", "layers.3", "head" };
+static const char *const numbered[] = { "unit 0", "unit 1" };
 
 /* Forward; then backward, in which the embedding needs no weights to make its gradient. */
 static int64_t step_trace(int *t)
@@ -76,7 +77,7 @@ TEST(one_slot_takes_turns)
     char          text[1024];
 
     OPENED(mt_schedule, s, mt_schedule_build(trace, 4, bytes, 2, &slot, 1, &s));
-    mt_schedule_print(s, NULL, text, sizeof text);
+    mt_schedule_print(s, numbered, text, sizeof text);
     CHECK_STR(text, "fetch unit 0       -> slot 0\n"
                     "compute unit 0     in slot 0\n"
                     "fetch unit 1       -> slot 0\n"
@@ -120,7 +121,7 @@ TEST(empty_trace_has_no_steps)
     CHECK_OK(mt_schedule_build(NULL, 0, NULL, 0, NULL, 0, &s));
     REQUIRE(s != NULL);
     CHECK_EQ(s->n, 0);
-    CHECK_EQ(mt_schedule_print(s, NULL, text, sizeof text), 0);
+    CHECK_EQ(mt_schedule_print(s, numbered, text, sizeof text), 0);
     CHECK_STR(text, "");
     mt_schedule_free(s);
     mt_schedule_free(NULL);
@@ -158,12 +159,12 @@ TEST(text_is_cut_at_cap_and_tells_its_length)
     char          whole[256], cut[256];
 
     OPENED(mt_schedule, s, mt_schedule_build(&trace, 1, &bytes, 1, &bytes, 1, &s));
-    size_t len = mt_schedule_print(s, NULL, whole, sizeof whole);
+    size_t len = mt_schedule_print(s, numbered, whole, sizeof whole);
     CHECK_EQ(len, strlen(whole));
-    CHECK_EQ(mt_schedule_print(s, NULL, NULL, 0), len);
+    CHECK_EQ(mt_schedule_print(s, numbered, NULL, 0), len);
     for (size_t cap = 1; cap <= len + 1; cap++) {
         memset(cut, '#', sizeof cut);
-        CHECK_EQ(mt_schedule_print(s, NULL, cut, cap), len);
+        CHECK_EQ(mt_schedule_print(s, numbered, cut, cap), len);
         CHECK_EQ(strlen(cut), cap - 1);
         CHECK(strncmp(cut, whole, cap - 1) == 0 && cut[cap] == '#');
     }

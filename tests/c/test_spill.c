@@ -31,7 +31,7 @@ static void scene_file(scene *s, uint64_t limit, unsigned skip)
     REQUIRE(mkdtemp(s->dir) != NULL);
     REQUIRE_OK(mt_file_open(s->dir, limit, 3, &calls, &s->file));
     REQUIRE_OK(mt_swap_open(&s->t.cx, &s->w));
-    mt_debug_set(&s->t.cx, (mt_debug){ .skip = skip });
+    debug_set(&s->t.cx, (mt_debug){ .skip = skip });
     REQUIRE_OK(mt_swap_disk(s->w, mt_file_blocks(s->file), BAYS));
 }
 
@@ -107,9 +107,9 @@ static void forward(scene *s, int step, uint64_t *bundle)
 /* One after the other: the last BAYS bundles are in memory still, and in the file. */
 static void forward_in_order(scene *s, int step, uint64_t *bundle)
 {
-    mt_debug_set(&s->t.cx, (mt_debug){ .sync = 1 });
+    debug_set(&s->t.cx, (mt_debug){ .sync = 1 });
     forward(s, step, bundle);
-    mt_debug_set(&s->t.cx, (mt_debug){ 0 });
+    debug_set(&s->t.cx, (mt_debug){ 0 });
 }
 
 /* One window ahead. */
@@ -434,7 +434,7 @@ TEST(overlap_off_means_that_all_is_written_at_once)
     uint64_t bundle[WINDOWS];
 
     SCENE(s, 1, 60, 60, 0);
-    mt_debug_set(&s.t.cx, (mt_debug){ .sync = 1 });
+    debug_set(&s.t.cx, (mt_debug){ .sync = 1 });
     for (int w = 0; w < WINDOWS; w++) {
         CHECK_OK(leave(&s, 0, w, &bundle[w]));
         CHECK_EQ(stats(&s).written_bytes, (w + 1) * KEEPS);

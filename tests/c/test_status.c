@@ -85,19 +85,6 @@ TEST(try_jumps_on_failure_only)
     CHECK_EQ(reached, 1);
 }
 
-TEST(multiplication_at_the_door_refuses_overflow)
-{
-    size_t out = 7;
-
-    CHECK_EQ(mt_mul_size(SIZE_MAX / 2, 3, "weights", &out), MT_EINVAL);
-    CHECK_EQ(out, 7);
-    CHECK_SAYS("weights");
-    CHECK_OK(mt_mul_size(SIZE_MAX, 1, "weights", &out));
-    CHECK(out == SIZE_MAX);
-    CHECK_OK(mt_mul_size(SIZE_MAX, 0, "weights", &out));
-    CHECK_EQ(out, 0);
-}
-
 TEST(dtype_table_names_and_bytes)
 {
     CHECK_STR(mt_dtype_name(MT_BF16), "BF16");

@@ -231,7 +231,7 @@ TEST(reserved_arena_is_no_memory_until_it_is_committed)
     mt_dev *d = fault_dev(cpu, 1, FAULT_ONCE);
     REQUIRE_OK(mt_pool_open(2, &pool));
     REQUIRE((in = malloc((size_t)all + 1)) != NULL);
-    CHECK_OK(mt_arena_reserve(&a, BYTES, "test", 0));
+    CHECK_OK(mt_arena_reserve(&a, BYTES, NULL, 0, "test", 0));
     CHECK_EQ(in_memory(&a, in), 0);
     ((char *)a.base)[0] = 7;                    /* what somebody wrote stays */
     ((char *)a.base)[BYTES - 1] = 8;
@@ -343,12 +343,13 @@ STORE_TEST(add_refuses_what_cannot_be)
 
 STORE_TEST(numbers_that_do_not_exist_are_refused)
 {
-    void *p = NULL;
+    void  *p = NULL;
+    size_t bytes = 0;
 
     int u = add("mixed", mixed, MIXED);
     CHECK_EQ(mt_store_at(store, u + 1, 0, MT_PLANE_HI, &p), MT_EINVAL);
     CHECK_SAYS("there is no unit 1; the store has 1");
-    CHECK_EQ(mt_portion_byte(store, u + 1, (mt_bound){ 1, 8 }), 0);
+    CHECK_EQ(mt_portion_bytes(store, u + 1, 0, 1, &bytes, &bytes), MT_EINVAL);
     CHECK_EQ(mt_store_at(store, u, MIXED, MT_PLANE_HI, &p), MT_EINVAL);
     CHECK_SAYS("unit mixed has no parameter 6");
     CHECK_EQ(mt_store_at(store, u, 0, MT_PLANE_COUNT, &p), MT_EINVAL);

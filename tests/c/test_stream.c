@@ -298,7 +298,7 @@ TEST(kick_in_the_middle_of_a_step_takes_no_slot_away)
 TEST(sync_fetches_nothing_ahead)
 {
     RIG(r, 3, 5, 100);
-    mt_debug_set(&r.t.cx, (mt_debug){ .sync = 1, .poison = 1 });
+    debug_set(&r.t.cx, (mt_debug){ .sync = 1, .poison = 1 });
     for (int step = 0; step < 2; step++) {
         forward(&r);
         backward(&r);
@@ -316,7 +316,7 @@ TEST(any_order_is_right)
         uint64_t random = seed;
 
         RIG(r, 1 + (int)(seed % 4), seed, seed % 2 ? 50 : 0);
-        mt_debug_set(&r.t.cx, (mt_debug){ .poison = 1 });
+        debug_set(&r.t.cx, (mt_debug){ .poison = 1 });
         for (int step = 0; step < 6; step++) {
             CHECK_OK(mt_stream_begin(r.s));
             for (int i = 0; i < 2 * UNITS; i++) {
@@ -527,7 +527,7 @@ TEST(demand_takes_the_slot_not_used_for_longest)
 TEST(prefetch_never_takes_the_slot_just_given_out)
 {
     RIG(r, 2, 3, 100);
-    mt_debug_set(&r.t.cx, (mt_debug){ .poison = 1 });
+    debug_set(&r.t.cx, (mt_debug){ .poison = 1 });
     for (int step = 0; step < 3; step++) {
         CHECK_OK(mt_stream_begin(r.s));
         for (int i = 0; i < 2 * UNITS; i++) {
@@ -724,7 +724,7 @@ static mt_status life(rig *r)
     void *mem;
 
     TRY(mt_stream_open(&r->t.cx, r->slots, r->n_slots, rig_hooks(r), &r->s));
-    mt_debug_set(&r->t.cx, (mt_debug){ .poison = 1 });
+    debug_set(&r->t.cx, (mt_debug){ .poison = 1 });
     for (int i = 0; i < 3 * UNITS; i++) {
         if (i % UNITS == 0)
             TRY(mt_stream_begin(r->s));

@@ -21,7 +21,7 @@ static void scene_open(scene *s, uint64_t seed, int max_us, unsigned skip)
     memset(s, 0, sizeof *s);
     toy_open(&s->t, 1, seed, max_us);
     REQUIRE_OK(mt_swap_open(&s->t.cx, &s->w));
-    mt_debug_set(&s->t.cx, (mt_debug){ .skip = skip });
+    debug_set(&s->t.cx, (mt_debug){ .skip = skip });
 }
 
 static long scene_end(scene *s)
