@@ -146,6 +146,16 @@ def test_a_model_is_pushed_by_names_of_ours_or_trainers(here: Path, more: tuple[
     assert "hub_token: megatrain says that itself" in refused(capsys, "train", here / "toy", here / "my.txt", "--hub_token", "x")
 
 
+@pytest.mark.parametrize("method", ["dpo", "reward"])
+def test_records_that_seq_has_no_room_for_are_told(here: Path, method: str, capsys: Any) -> None:
+    long = {"prompt": "a" * 80, "chosen": "b" * 80, "rejected": "c" * 80}
+    (here / "long.jsonl").write_text(8 * (json.dumps(long) + "\n"))
+    assert "--seq 64 is too short for all 8 records" in refused(capsys, *words(here, method, "l", "long"))
+    (here / "some.jsonl").write_text(json.dumps(long) + "\n" + (here / "pairs.jsonl").read_text())
+    assert megatrain(*words(here, method, f"some-{method}", "some"), "--steps", 1) == 0
+    assert "1 of 41 records are left out" in capsys.readouterr().out
+
+
 def test_what_a_method_does_not_take_is_said_first(here: Path, capsys: Any) -> None:
     for given, said in [
         (("dpo", "kto"), "record 1 has 'prompt', 'completion', 'label' and no chosen: --method dpo trains on records of"),

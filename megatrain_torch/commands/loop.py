@@ -76,6 +76,17 @@ class Streamed:
     _logged: tuple[int, float] | None = None         # step, and when; None: before the first of this process
     _saving: mt.Saving | None = None
 
+    def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """TRL's, which leaves out records of which no token of an answer stays within --seq."""
+        made, settings = super()._prepare_dataset(dataset, *args, **kwargs), self.run.settings
+        if not len(made):
+            raise MegatrainError(f"{settings.method}: seq={settings.seq} is too short for all {len(dataset):,} records: "
+                                 "no token of an answer is left of any; give a larger --seq")
+        if len(made) < len(dataset):
+            say(f"{settings.method}: {len(dataset) - len(made):,} of {len(dataset):,} records are left out, since --seq "
+                f"{settings.seq} has no room for an answer behind their prompts")
+        return made
+
     def run_steps(self, checkpoint: Path | None) -> int:
         """The signal that asked it to stop; 0: it came to the end."""
         team, stopping = self.run.team, self.run.settings.early_stopping
