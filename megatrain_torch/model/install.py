@@ -28,8 +28,7 @@ from ..fused.layer import give_codes, template_of, wanted
 from ..graph import hf_calls
 from ..graph.door import Installed, method_of
 from ..graph.window import Window
-from ..optim import hooks
-from ..optim.adamw import AdamW
+from ..optim.adamw import watch_steps
 from ..store import gradient
 from ..store.guard import HostTensor, StreamedParameter
 from ..store.records import Record
@@ -49,7 +48,7 @@ def install(rt: Runtime, root: nn.Module, found: Found, modes: str | dict[str, s
     patches.hold(rt)
     patches.once("registrations", _count_registrations)
     keep_in_sight(format for _, _, _, format in coded(root))
-    hooks.watch(AdamW)
+    watch_steps()
     patches.once("Module.load_state_dict", _refuse_assign)
     patches.once("DistributedDataParallel", _patch_ddp)
     # Records of a parameter: of a weight of codes its strands', else one.

@@ -69,12 +69,6 @@ class Late(Tensor):
         return plain(self).clone()
 
 
-def fill(norm: weakref.ref[Late] | None) -> None:
-    """Its value is there from now on, if somebody has it."""
-    if norm is not None and (alive := norm()) is not None:
-        alive.settle()
-
-
 def count_of(step: Any, name: str) -> int:
     """state["step"] as a number, whatever somebody wrote there. Raises MegatrainError if it is no number of steps."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -90,12 +84,6 @@ class StoreStates(dict[str, Any]):
     def __init__(self, record: Record, own: dict[str, Tensor]) -> None:
         super().__init__(own)
         self.record, self.own = record, own
-
-    def reset(self) -> None:
-        """The store's own again, of which no step was taken."""
-        self.clear()
-        self.update(self.own)
-        self.own["step"].zero_()
 
     def __setitem__(self, name: str, value: Any) -> None:
         own = self.own.get(name)
@@ -115,10 +103,6 @@ def moment_planes(record: Record) -> dict[str, str]:
     return dict(zip(MOMENTS if record.runtime.states == "fp32" else CODES, record.moments))
 
 
-def _fp32_pair(shape: Any, stride: Any) -> list[Tensor]:
-    return [torch.empty_strided(shape, stride, dtype=torch.float32) for _ in range(2)]
-
-
 def load_moments(record: Record, values: dict[str, Any]) -> None:
     """From a state_dict of any format, by way of fp32 where it is another; to 8 bits rounded to nearest."""
     mine = moment_planes(record)
@@ -127,9 +111,8 @@ def load_moments(record: Record, values: dict[str, Any]) -> None:
         for name, plane in mine.items():
             record.view(plane).copy_(values_of(values[name]))
     elif record.runtime.states != "fp32":
-        pair = _fp32_pair(record.shape, record.stride)
-        for t, name in zip(pair, MOMENTS):
-            t.copy_(values_of(values[name]))
+        pair = [torch.empty_strided(record.shape, record.stride, dtype=torch.float32).copy_(values_of(values[name]))
+                for name in MOMENTS]
         _core.codes_set(*(t.data_ptr() for t in pair), *addresses(record), record.numel)
     else:
         for plane, value in zip(("M", "V"), decoded(record.shape, record.stride, values)):
@@ -165,7 +148,7 @@ def apart(p: Tensor, values: dict[str, Any], kept: set[int]) -> dict[str, Any]:
 
 
 def check_state(name: str, shape: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """What somebody put into `opt.state`, if it is a step count and both moments of this shape."""
+    """What somebody put into `opt.state`; refused if it is no step count and both moments of this shape."""
     keys = CODES if CODES[0] in values else MOMENTS
     for key in ("step", *keys):
         if key not in values:
@@ -188,7 +171,7 @@ def check_scales(name: str, numel: int, values: dict[str, Any]) -> None:
 
 def decoded(shape: Any, stride: Any, values: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Both moments in fp32, [shape], from a parameter's codes and scales; these are in the order of its memory."""
-    m, v = _fp32_pair(shape, stride)
+    m, v = (torch.empty_strided(shape, stride, dtype=torch.float32) for _ in MOMENTS)
     codes = [torch.empty_strided(shape, stride, dtype=kind).copy_(values_of(values[name]))
              for kind, name in zip((torch.int8, torch.uint8), CODES)]
     scales = values_of(values[CODES[2]])
