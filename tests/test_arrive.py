@@ -91,13 +91,13 @@ def test_only_named_units_arrive_and_their_states_cross_once_each_way() -> None:
 def test_memory_that_is_short_in_backward_is_asked_for_again_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = trained("arrive"), trained("ram")
     short = [True]
-    piece = Arrivals._piece
+    lift = Arrivals._lift
 
-    def scarce(rt: Any, nbytes: int) -> torch.Tensor:
+    def scarce(self: Arrivals, unit: int) -> None:
         if short[0]:
             raise torch.OutOfMemoryError("no memory")
-        return piece(rt, nbytes)
-    monkeypatch.setattr(Arrivals, "_piece", staticmethod(scarce))
+        lift(self, unit)
+    monkeypatch.setattr(Arrivals, "_lift", scarce)
     for model, _ in pairs:
         mt.model.stream.runtime_of(model).drain()
         model(grads_for(model, 5)).backward()

@@ -187,11 +187,6 @@ def follows(record: Record) -> str:
     return "" if record.master_writes != record.writes or record.master_writes < 0 else master_plane(record)
 
 
-def _entry(record: Record, plane: str, name: str) -> Entry:
-    """Over the plane itself, whatever order it has (convolutions, channels last)."""
-    return Entry(name, record.view(plane), record.unit, plane)
-
-
 def _weights(model: nn.Module, names: dict[Tensor, str]) -> list[Entry]:
     records = sorted(((p._mt, name) for p, name in names.items()), key=lambda item: (item[0].unit, item[0].index))
     beside = {k: t for p, name in names.items() if (w := p._mt.whole) is not None
@@ -201,7 +196,8 @@ def _weights(model: nn.Module, names: dict[Tensor, str]) -> list[Entry]:
     for name, memory in [(name, r.host) for r, name in records] + [(e.name, e.memory) for e in buffers]:
         if memory.dtype not in KINDS:
             raise MegatrainError(f"{name}: safetensors has no {memory.dtype}")
-    return [_entry(r, "HI", name) for r, name in records] + buffers
+    # Over the planes themselves, whatever order they have (convolutions, channels last).
+    return [Entry(name, r.view("HI"), r.unit, "HI") for r, name in records] + buffers
 
 
 def _states(opt: torch.optim.Optimizer | None, names: dict[Tensor, str]) -> list[Entry]:
@@ -214,9 +210,8 @@ def _states(opt: torch.optim.Optimizer | None, names: dict[Tensor, str]) -> list
         found = []
         for _, _, p in sorted((p._mt.unit, p._mt.index, p) for p, s in opt.state.items() if s):
             r, name = p._mt, names[p]
-            found += [_entry(r, plane, f"{name}.{key}") for key, plane in moment_planes(r).items()]
-            if plane := follows(r):
-                found.append(_entry(r, plane, f"{name}.{MASTERS[plane]}"))
+            planes = moment_planes(r) | ({MASTERS[plane]: plane} if (plane := follows(r)) else {})
+            found += [Entry(f"{name}.{key}", r.view(plane), r.unit, plane) for key, plane in planes.items()]
         return found
     return [Entry(f"{names[p]}.{key}", plain(t).to("cpu", copy=True).contiguous())
             for p, s in opt.state.items() for key, t in s.items() if isinstance(t, Tensor) and t.dim() > 0]
@@ -225,9 +220,8 @@ def _states(opt: torch.optim.Optimizer | None, names: dict[Tensor, str]) -> list
 def held_by(files: list[TensorFile]) -> list[tuple[int, int]]:
     """(unit, planes) of all that is in them."""
     planes: dict[int, int] = {}
-    for e in (e for f in files for e in f.entries):
-        if e.unit >= 0:
-            planes[e.unit] = planes.get(e.unit, 0) | 1 << _core.PLANES[e.plane]
+    for e in (e for f in files for e in f.entries if e.unit >= 0):
+        planes[e.unit] = planes.get(e.unit, 0) | 1 << _core.PLANES[e.plane]
     return sorted(planes.items())
 
 
@@ -297,8 +291,10 @@ def _has_its_names(model: nn.Module) -> bool:
 def kind_of(opt: torch.optim.Optimizer | None) -> str | None:
     """Package and class of an optimizer: several packages have an AdamW."""
     kind = type(opt)
-    if opt is None or kind is AdamW:
-        return None if opt is None else OURS
+    if opt is None:
+        return None
+    if kind is AdamW:
+        return OURS
     package = kind.__module__.partition(".")[0]
     return f"{'torch.optim' if package == 'torch' else package}.{kind.__name__}"
 

@@ -103,7 +103,7 @@ class Runtime:
         self.swap, self.expansions, self.delivery = Swap(own), Expansions(), Delivery(own)
         self.ring = Ring(own)
         self.homes = Homes(own, core, 1 if ranks is None else len(ranks.mates))
-        self.planes = Planes(core, self.homes, own, room, ranks is not None, ranks is not None and ranks.apart)
+        self.planes = Planes(core, self.homes, room, ranks is not None, ranks is not None and ranks.apart)
         self.keeps = Keeps(own)
 
     def __del__(self) -> None:

@@ -552,7 +552,8 @@ class AdamW(torch.optim.Optimizer):
             if isinstance(p, StreamedParameter) and s:
                 below = p._mt.low_bytes or p._mt.dtype == torch.float16
                 number, key = index[id(p)], self._keys[p]        # they differ where it was put into a group
-                out["state"][number] = {**s, "step": plain(s["step"]), **({"master": stored.master(p)} if below else {}),
+                out["state"][number] = {**s, "step": plain(s["step"]),
+                                        **({"master": stored.master(p)} if below else {}),
                                         **({"key": key} if key != number else {})}
         return out
 

@@ -47,11 +47,10 @@ HI, STATE_PLANES = mask(["HI"]), mask(("LO", "MASTER", "M", "V", "SCALE"))
 class Planes:
     """The planes of one streamed model in host memory; the guard of its parameters asks here."""
 
-    def __init__(self, core: _core.Engine, homes: Homes, saves: Runtime, room: Room, several: bool = False,
-                 apart: bool = False) -> None:
+    def __init__(self, core: _core.Engine, homes: Homes, room: Room, several: bool = False, apart: bool = False
+                 ) -> None:
         """several: processes stream the model together. apart: on several machines, each of which has a part."""
-        self.core, self._homes, self._saves, self._room = core, homes, saves, room
-        self._several, self.apart = several, apart
+        self.core, self._homes, self._room, self._several, self.apart = core, homes, room, several, apart
 
     # ---- before host memory is read ----
 
@@ -75,19 +74,14 @@ class Planes:
         """Host copies of masters and moments become current, where another place has the newer ones."""
         homes = self._homes
         if self.apart or record.unit in homes.settled or record.unit in homes.on_disk:
-            self._wait_saved(record.unit)
+            self.core.wait_saved(record.unit)        # whose copies of the unit go with it
             self.core.bring(record.unit, STATE_PLANES)
-
-    def _wait_saved(self, unit: int) -> None:
-        """A save under way has its copies of the unit, which go when it has."""
-        if self._saves.saving is not None:
-            self.core.wait_saved(unit)
 
     # ---- around a write to it ----
 
     def own_states(self, record: Record) -> None:
         """States or gradients are about to be written: no copy is on its way to them, or into a file."""
-        self._wait_saved(record.unit)
+        self.core.wait_saved(record.unit)
         if record.unit in self._homes.arrivals.units:
             self.core.bring(record.unit, STATE_PLANES)
 
@@ -217,12 +211,8 @@ class Arrivals:
         if unit in self.pieces:
             return
         rt = self._runtime()
-        pieces = [self._piece(rt, n) for n in rt.core.lift_sizes(unit)]
+        with torch.inference_mode(False), torch.no_grad():
+            raws = [torch.empty(n + 512, dtype=torch.uint8, device=rt.device) for n in rt.core.lift_sizes(unit)]
+            pieces = [raw[-raw.data_ptr() % 512:] for raw in raws]
         if rt.core.lift(unit, [p.data_ptr() for p in pieces], rt.stream()):
             self.pieces[unit] = pieces
-
-    @staticmethod
-    def _piece(rt: Runtime, nbytes: int) -> Tensor:
-        with torch.inference_mode(False), torch.no_grad():
-            raw = torch.empty(nbytes + 512, dtype=torch.uint8, device=rt.device)
-            return raw[-raw.data_ptr() % 512:]

@@ -24,12 +24,7 @@ DTYPES = {dtype: _core.DTYPES[name.replace("_", "")] for dtype, name in KINDS.it
 
 
 class Record:
-    """What the package knows about one streamed parameter: where it is, and where its gradient stands in this step."""
-
-    __slots__ = ("_runtime", "unit", "unit_name", "index", "pid", "name", "_param", "host", "version", "shape",
-                 "stride", "dtype", "offset", "numel", "nbytes", "late", "shown", "written", "summed", "seen", "uses",
-                 "open", "set_in", "pending", "host_graph", "address", "was_trainable",
-                 "writes", "master_writes", "optimizer", "exact", "whole", "__weakref__")
+    """Where a parameter is, and where its gradient stands in this step."""
 
     def __init__(self, runtime: Runtime, unit: int, unit_name: str, index: int, pid: int, name: str,
                  param: torch.nn.Parameter) -> None:
@@ -82,21 +77,16 @@ class Record:
 
     def over(self, memory: Any, plane: str) -> Tensor:
         """As `view`, of that memory."""
-        raw = torch.from_numpy(memory)
+        raw, states = torch.from_numpy(memory), self.runtime.states
         if plane == "SCALE":
             return raw.view(torch.float32).view(-1, 2)
-        kind = self._kind(plane)
+        kinds = {"HI": self.dtype, "GRAD": self.dtype, "LO": torch.int16 if LOW_BYTES[states] == 2 else torch.int8}
+        if states != "fp32":
+            kinds |= {"M": torch.int8, "V": torch.uint8}
+        kind = kinds.get(plane, torch.float32)
         if self.numel == 0:
             return torch.empty(self.shape, dtype=kind)
         return raw.view(kind).as_strided(self.shape, self.stride)
-
-    def _kind(self, plane: str) -> torch.dtype:
-        if plane in ("HI", "GRAD"):
-            return self.dtype
-        if plane == "LO":
-            return torch.int16 if LOW_BYTES[self.runtime.states] == 2 else torch.int8
-        codes = {"M": torch.int8, "V": torch.uint8} if self.runtime.states != "fp32" else {}
-        return codes.get(plane, torch.float32)
 
     @property
     def low_bytes(self) -> int:
@@ -105,7 +95,7 @@ class Record:
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """Planes of the moments."""
+        """Their planes."""
         return ("M", "V") if self.runtime.states == "fp32" else ("M", "V", "SCALE")
 
     def owns(self, t: Tensor) -> bool:

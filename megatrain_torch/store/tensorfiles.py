@@ -50,13 +50,7 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        return self.memory.numel() * self.memory.element_size()
-
-    def extent(self, at: int) -> Extent:
-        """As the engine takes it, at this offset of a file."""
-        t, item = self.memory, self.memory.element_size()
-        where = at, t.data_ptr(), self.nbytes, self.unit
-        return where if t.is_contiguous() else (*where, (item, *((n, s * item) for n, s in zip(t.shape, t.stride()))))
+        return self.memory.nbytes
 
 
 @dataclass
@@ -77,8 +71,10 @@ class TensorFile:
         extents: list[Extent] = [(0, head.data_ptr(), len(self.header), -1)]
         at = len(self.header)
         for e in self.entries:
+            t, item = e.memory, e.memory.element_size()
+            order = () if t.is_contiguous() else ((item, *((n, s * item) for n, s in zip(t.shape, t.stride()))),)
             if e.nbytes:
-                extents.append(e.extent(at))
+                extents.append((at, t.data_ptr(), e.nbytes, e.unit, *order))
                 at += e.nbytes
         return (str(folder / self.name), self.nbytes, extents), head
 
@@ -193,7 +189,7 @@ def _mappings(smaps: str) -> list[tuple[int, int, int, str]]:
 
 
 class Mapped:
-    """Files mapped now, and what is to be read of them. The kernel is asked for pages only where a tensor lies."""
+    """Files mapped now. The kernel is asked for pages only where a tensor lies."""
 
     def __init__(self) -> None:
         lines = [line.split(maxsplit=5) for line in _of_process("maps").splitlines() if "/" in line]

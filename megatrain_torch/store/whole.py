@@ -43,7 +43,7 @@ class Whole:
         return self._param()
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """What the package's code computes with, over tensors in the order of the records."""
+        """The weight for the package's code, over tensors in the order of the records."""
         with torch.no_grad():
             return self.format.whole(self.param, dict(zip(self.names, tensors)))
 
