@@ -14,7 +14,7 @@ from between import assert_equal, states
 from test_adamw import HYPER, Dots, fed, feed, grads_for, plain_dots
 
 import megatrain_torch as mt
-from megatrain_torch.store.planes import Arrivals
+from megatrain_torch.store.arrivals import Arrivals
 
 Pair = tuple[Dots, mt.AdamW]
 def trained(homes: Any, dtype: torch.dtype = torch.bfloat16, steps: int = 2, clip: float | None = 0.5,
@@ -35,7 +35,7 @@ def lifted(model: Dots) -> set[int]:
 # ---- when ----
 
 def test_states_come_during_backward_and_leave_during_the_next_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatrain_torch.store.planes.AHEAD", 2)
+    monkeypatch.setattr("megatrain_torch.store.arrivals.AHEAD", 2)
     model, opt = trained("arrive")
     arrivals = arrivals_of(model)
     order, up = [], []

@@ -139,12 +139,13 @@ def parts_of(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, s
         opt._take_states()
     names = names_of(model)
     with torch.no_grad():
-        rt.planes.notice_writes(rt.records)
+        for r in rt.records:
+            r.notice_write()
         rt.core.drain()
         weights, states = _weights(model, names), _states(opt, names)
     stem, records = "model" if _has_its_names(model) else "weights", {name: p._mt for p, name in names.items()}
     still = {e.name: e for e in weights if e.unit >= 0 and is_still(records[e.name])}
-    apart = sum(e.nbytes for e in still.values()) >= LEAST_BYTES
+    apart = sum(e.memory.nbytes for e in still.values()) >= LEAST_BYTES
     frozen = packed([*still.values()], "frozen", most, beside=True) if apart else []
     rest = [e for e in weights if e.name not in still] if apart else weights
     files = frozen + (packed(rest, stem, most, beside=apart) if rest or not apart else [])
@@ -261,7 +262,7 @@ def _beside(model: nn.Module, files: list[TensorFile]) -> dict[str, bytes]:
         return found
     own = [f for f in files if not f.name.startswith("states")]
     if [f.name for f in own] != [ALONE]:
-        index = {"metadata": {"total_size": sum(e.nbytes for f in own for e in f.entries)},
+        index = {"metadata": {"total_size": sum(e.memory.nbytes for f in own for e in f.entries)},
                  "weight_map": {e.name: f.name for f in own for e in f.entries}}
         found[INDEX] = json.dumps(index, indent=1, sort_keys=True).encode()
     for name, config in zip(OWN_FILES, (getattr(model, "config", None), getattr(model, "generation_config", None))):

@@ -305,9 +305,9 @@ class _Loading:
     # ---- a unit at a time ----
 
     def unit(self, records: list[Record]) -> None:
-        planes, reads = self.rt.planes, Reads(self.source)
-        planes.before_write(records[0])
-        planes.own_states(records[0])
+        reads = Reads(self.source)
+        records[0].before_write()
+        records[0].own_states()
         parts = [part for r in records for part in self._record(r, self.names[r.param], reads)]
         for part in parts:                   # up to its yield it says what is to be read
             next(part)
@@ -341,7 +341,7 @@ class _Loading:
         yield
         if values:
             load_moments(record, values)
-        self.rt.planes.push(record, *record.moments)
+        record.push(*record.moments)
 
     def _read_own(self, record: Record, stored: Stored, memory: Tensor, reads: Reads, others: Sequence[int] = ()
                   ) -> None:
@@ -359,7 +359,7 @@ class _Loading:
 
     def _weights(self, record: Record, name: str, reads: Reads, master: str) -> Iterator[None]:
         """master: the plane that it was saved from; "": the weight is its own."""
-        stored, planes, ranks = self.source.tensors[name], self.rt.planes, self.rt.ranks
+        stored, ranks = self.source.tensors[name], self.rt.ranks
         extra = self.source.states[f"{name}.{MASTERS[master]}"] if master else None
         low = self.body["low_bytes"] if master == "LO" else 0
         alike = master and low in (0, record.low_bytes) and record.dtype == stored.dtype
@@ -370,9 +370,9 @@ class _Loading:
             if master:
                 self._read_own(record, extra, plane, reads)
             yield
-            planes.after_write(record)
+            record.after_write()
             if master:
-                planes.push(record, master)
+                record.push(master)
                 record.master_writes = record.writes
             return
         # From other types, or another order in memory: by way of fp32, which all of them fit into.
@@ -380,7 +380,7 @@ class _Loading:
         yield
         if not weight.is_floating_point() or not (master or record.low_bytes or record.dtype == torch.float16):
             record.host.copy_(weight)
-            planes.after_write(record)
+            record.after_write()
             return
         value = rest if master == "MASTER" else weight.to(torch.float32)
         if master == "LO":

@@ -172,7 +172,7 @@ def choose(module: nn.Module, where: torch.device, limits: Limits, tokens: int |
             raise MegatrainError("tokens= and seq= go together: tokens of a training step, in sequences of seq")
         given = planner.plan(module, machine=None if where.type == "cuda" else "cpu", tokens=tokens, seq=seq,
                              vram=vram, host=limits.host, states=states or "fp32", compute=compute, products=products,
-                             dtype=dtype, units=limits.units, nvme=None if disk is None else disk.as_given(),
+                             dtype=dtype, units=limits.units, nvme=disk,
                              gpus=fleet.gpus, machines=fleet.machines)
     if disk is not None:
         disk.room()                          # refuses a directory that is not there

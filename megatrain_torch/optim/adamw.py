@@ -276,7 +276,8 @@ class AdamW(torch.optim.Optimizer):
         """Submits updates; from here on they count as steps."""
         for u, _ in units:
             if u in rt.homes.filed:                # what is updated there is not what was written here
-                rt.planes.notice_writes(rt.units[u])
+                for r in rt.units[u]:
+                    r.notice_write()
         rt.homes.arrivals.bring(u for u, _ in units)
         steps = [step for _, works in units for _, step, _ in works]
         ticket = rt.core.adam([(u, [item for _, _, item in works]) for u, works in units], limit, rt.stream())
@@ -428,7 +429,7 @@ class AdamW(torch.optim.Optimizer):
             raise MegatrainError(f"{record.name}: AdamW trains fp32, bf16 and fp16 parameters, not {record.dtype}")
         rt, state = record.runtime, self.state.get(p)
         if record.host._version != record.version:
-            rt.planes.after_write(record)
+            record.after_write()
         if not state:
             state = self._begin_state(p, record)
         elif record.optimizer is None:
@@ -463,11 +464,11 @@ class AdamW(torch.optim.Optimizer):
             step = Late.of(weakref.WeakMethod(self._catch_up))
             there = self.state[p] = stored.StoreStates(record, {"step": step, **moments})
         if record.optimizer is not None and not keep:
-            record.runtime.planes.wait_used(record)
-            record.runtime.planes.own_states(record)
+            record.wait_used()
+            record.own_states()
             for plane in record.moments:
                 record.view(plane).zero_()
-            record.runtime.planes.push(record, *record.moments)
+            record.push(*record.moments)
         record.optimizer = weakref.ref(self)
         return there
 
@@ -569,8 +570,8 @@ class AdamW(torch.optim.Optimizer):
             raise MegatrainError("AdamW: this parameter has no states here yet: step() makes them")
         if not isinstance(p, StreamedParameter):
             return tuple(self.state[p][name].to(torch.float32, copy=True) for name in MOMENTS)
-        p._mt.runtime.planes.wait_used(p._mt)
-        p._mt.runtime.planes.bring_states(p._mt)
+        p._mt.wait_used()
+        p._mt.bring_states()
         found = {name: p._mt.view(plane) for name, plane in stored.moment_planes(p._mt).items()}
         return stored.decoded(p.shape, p._mt.stride, found) if CODES[0] in found else \
             tuple(t.clone() for t in found.values())
@@ -609,15 +610,14 @@ class AdamW(torch.optim.Optimizer):
             self.state[p]["step"].fill_(count)
             if not there:
                 stored.load_moments(record, values)
-                record.runtime.planes.push(record, *record.moments)
+                record.push(*record.moments)
             self._keys[p] = key
             if "master" in values:
                 stored.set_master(p, values["master"])
 
     def _runtimes(self) -> list[Runtime]:
-        found = {id(p._mt.runtime): p._mt.runtime for g in self.param_groups for p in g["params"]
-                 if isinstance(p, StreamedParameter)}
-        return list(found.values())
+        return list(dict.fromkeys(p._mt.runtime for g in self.param_groups for p in g["params"]
+                                  if isinstance(p, StreamedParameter)))
 
 
 def _numbers(group: dict[str, Any]) -> tuple[float, ...]:
@@ -692,5 +692,5 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     for p in params:
         if type(p) is StreamedParameter and (grad := p.grad) is not None:       # which is there from now on
             del grad
-            p._mt.runtime.planes.before_write(p._mt)
+            p._mt.before_write()
             p.__class__ = torch.nn.Parameter

@@ -204,8 +204,8 @@ def follow_weight(record: Record) -> None:
     for r in rt.units[unit] if rt.homes.away(unit) else [record]:
         if r is not record and not (r.was_trainable and r.optimizer in (None, record.optimizer) and lacks_master(r)):
             continue
-        rt.planes.wait_updates(r)
-        rt.planes.own_states(r)
+        r.wait_updates()
+        r.own_states()
         exact, r.exact = r.exact, None
         if exact is not None and r.writes == 0:
             set_master(r.param, exact)       # what lies just between two bf16 values may become the other one
@@ -215,18 +215,19 @@ def follow_weight(record: Record) -> None:
                 r.view(plane).copy_(r.host)
             else:
                 r.view(plane).zero_()
-            rt.planes.push(r, plane)
+            r.push(plane)
         r.master_writes = r.writes
     if rt.homes.away(unit):
-        rt.planes.notice_writes(rt.units[unit])      # whose copies go now
+        for r in rt.units[unit]:
+            r.notice_write()                         # whose copies go now
         rt.homes.take(unit)
 
 
 def master(p: StreamedParameter) -> Tensor:
     """The fp32 value of a streamed parameter: [shape] fp32, a copy. Waits for its update."""
     record: Record = p._mt
-    record.runtime.planes.wait_updates(record)
-    record.runtime.planes.bring_states(record)
+    record.wait_updates()
+    record.bring_states()
     follows = record.master_writes == record.writes
     if record.low_bytes and follows and record.master_writes >= 0:
         out = torch.empty_strided(record.shape, record.stride, dtype=torch.float32)
@@ -243,11 +244,11 @@ def master(p: StreamedParameter) -> Tensor:
 def set_master(p: StreamedParameter, value: Tensor) -> None:
     """Sets weight and master from fp32 values. value: [shape]."""
     record: Record = p._mt
-    planes, rest = record.runtime.planes, master_plane(record)
+    rest = master_plane(record)
     value = torch.empty_strided(record.shape, record.stride, dtype=torch.float32).copy_(values_of(value))
     record.runtime.core.wait_updates(record.unit)
-    planes.before_write(record)
-    planes.own_states(record)
+    record.before_write()
+    record.own_states()
     with torch.no_grad():
         if rest == "LO":
             _core.split_set(value.data_ptr(), record.host.data_ptr(), record.view("LO").data_ptr(), record.numel,
@@ -256,9 +257,9 @@ def set_master(p: StreamedParameter, value: Tensor) -> None:
             record.host.copy_(value)
             if rest:
                 record.view(rest).copy_(value)
-    planes.after_write(record)
+    record.after_write()
     if rest:
-        planes.push(record, rest)
+        record.push(rest)
     record.master_writes = record.writes
 
 
@@ -330,15 +331,15 @@ def source_of(record: Record) -> tuple[int, bool]:
         return 0, record.written
     grad = plain(gradient.standing(record))
     rt.core.wait_grads(record.unit)
-    rt.planes.wait_used(record)
+    record.wait_used()
     if gradient.kept(record):            # plane GRAD is somebody's
         copied = rt.handover.copied.setdefault(record.unit, {})
         own = torch.empty_strided(record.shape, record.stride, dtype=record.dtype, device="cpu")
         copied[record] = own.copy_(grad)
         return copied[record].data_ptr(), True
-    rt.planes.own_states(record)
+    record.own_states()
     record.view("GRAD").copy_(grad)
-    rt.planes.push(record, "GRAD")
+    record.push("GRAD")
     return 0, True
 
 

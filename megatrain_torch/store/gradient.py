@@ -81,7 +81,7 @@ def peek(record: Record) -> Tensor | None:
     if grad is None or grad is not record.late:
         return grad
     record.runtime.core.wait_grads(record.unit)     # the copies from the device have landed
-    record.runtime.planes.wait_used(record)         # an update may still read what the caller is about to change
+    record.wait_used()         # an update may still read what the caller is about to change
     return record.view("GRAD")
 
 
@@ -103,7 +103,7 @@ def show(record: Record) -> Tensor:
     elif record.numel:
         array = record.memory("GRAD")
         grad, record.shown = _over(record, array), weakref.ref(array)
-        if record.summed and (record.unit in record.runtime.homes.settled or record.runtime.planes.apart):
+        if record.summed and (record.unit in record.runtime.homes.settled or record.runtime.apart):
             record.seen = grad.clone()
     stand(record, grad)
     return grad

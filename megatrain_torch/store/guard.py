@@ -98,21 +98,24 @@ class HostTensor(Tensor):
         weights = [g._mt for g in written if g._mt.owns(plain(g))]
         states = [g._mt for g in written if not g._mt.owns(plain(g))]        # the optimizer's
         for record in weights:
-            record.runtime.planes.before_write(record)
+            record.before_write()
         for record in states:
-            record.runtime.planes.own_states(record)
+            record.own_states()
         if func == _DATA_SET:            # the values are copied in: the tensor keeps its place in the store
-            if weights:
-                return weights[0].runtime.planes.replace_data(args[0], args[1])
-            if args[0].shape != args[1].shape:
-                raise MegatrainError(f"{args[0]._mt.name}: .data of shape {list(args[1].shape)} does not fit a state "
-                                     f"of the optimizer, of shape {list(args[0].shape)}")
-            func = _T.copy_
+            record, value = args[0]._mt, args[1]
+            if weights and (value.shape, value.dtype) != (record.shape, record.dtype):
+                raise MegatrainError(f"{record.name}: .data of shape {list(value.shape)} {value.dtype} does not fit "
+                                     f"the streamed parameter of shape {list(record.shape)} {record.dtype}; "
+                                     "mt.unstream(model) before changing it")
+            if args[0].shape != value.shape:
+                raise MegatrainError(f"{record.name}: .data of shape {list(value.shape)} does not fit a state of the "
+                                     f"optimizer, of shape {list(args[0].shape)}")
+            func, args = _T.copy_, (plain(args[0]), plain(value))
         out = _call(func, args, kwargs)
         for record in weights:
-            record.runtime.planes.after_write(record)
+            record.after_write()
         for record in states:
-            record.runtime.planes.push(record, *record.moments)
+            record.push(*record.moments)
         results = out if isinstance(out, (list, tuple)) else (out,)
         if not written and torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in results):
             for g in guarded:
@@ -210,7 +213,7 @@ def take_back(params: Iterable[Tensor]) -> None:
     for p in params:
         if type(p) is torch.nn.Parameter and "_mt" in p.__dict__:
             p.__class__ = StreamedParameter
-            p._mt.runtime.planes.after_write(p._mt)
+            p._mt.after_write()
 
 
 def guard(t: Tensor, record: Record) -> HostTensor:
@@ -230,10 +233,10 @@ def _current(t: HostTensor) -> Tensor:
     """The plain tensor, once the update is over and its values are in host memory."""
     record, out = t._mt, plain(t)
     if record.owns(out) or not record.numel:
-        record.runtime.planes.wait_updates(record)
+        record.wait_updates()
     else:
-        record.runtime.planes.wait_used(record)
-        record.runtime.planes.bring_states(record)
+        record.wait_used()
+        record.bring_states()
     return out
 
 
@@ -246,7 +249,7 @@ def as_parameter(p: Tensor) -> torch.nn.Parameter:
     """An ordinary, independent Parameter with the streamed parameter's current value."""
     if p._mt.whole is not None:
         return p._mt.whole.copy()
-    p._mt.runtime.planes.wait_updates(p._mt)
+    p._mt.wait_updates()
     with torch._C.DisableTorchFunctionSubclass():
         return torch.nn.Parameter(plain(p).clone(), requires_grad=p.requires_grad)
 

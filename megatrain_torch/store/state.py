@@ -311,7 +311,7 @@ class LazyParameter(DeviceParameter):
     def keep_write(self) -> None:
         """Its values were changed in place."""
         self.kept = self._version
-        self._mt.runtime.planes.keep_write(self._mt, self.fetch())
+        self._mt.keep_write(self.fetch())
 
 
 def _of_value(name: str) -> Any:

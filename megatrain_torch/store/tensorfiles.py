@@ -48,10 +48,6 @@ class Entry:
     unit: int = -1
     plane: str = ""
 
-    @property
-    def nbytes(self) -> int:
-        return self.memory.nbytes
-
 
 @dataclass
 class TensorFile:
@@ -63,7 +59,7 @@ class TensorFile:
 
     @property
     def nbytes(self) -> int:
-        return len(self.header) + sum(e.nbytes for e in self.entries)
+        return len(self.header) + sum(e.memory.nbytes for e in self.entries)
 
     def located(self, folder: Path) -> tuple[File, Tensor]:
         """What the engine writes, and the header's memory, which is to be kept until it has."""
@@ -73,9 +69,9 @@ class TensorFile:
         for e in self.entries:
             t, item = e.memory, e.memory.element_size()
             order = () if t.is_contiguous() else ((item, *((n, s * item) for n, s in zip(t.shape, t.stride()))),)
-            if e.nbytes:
-                extents.append((at, t.data_ptr(), e.nbytes, e.unit, *order))
-                at += e.nbytes
+            if t.nbytes:
+                extents.append((at, t.data_ptr(), t.nbytes, e.unit, *order))
+                at += t.nbytes
         return (str(folder / self.name), self.nbytes, extents), head
 
 
@@ -84,11 +80,11 @@ def packed(entries: list[Entry], stem: str, limit: int, beside: bool = False) ->
     parts: list[list[Entry]] = [[]]
     filled = 0
     for e in entries:
-        if parts[-1] and filled + e.nbytes > limit:
+        if parts[-1] and filled + e.memory.nbytes > limit:
             parts.append([])
             filled = 0
         parts[-1].append(e)
-        filled += e.nbytes
+        filled += e.memory.nbytes
     if len(parts) == 1 and not beside:
         return [_file(f"{stem}.safetensors", parts[0])]
     return [_file(f"{stem}-{i:05d}-of-{len(parts):05d}.safetensors", part) for i, part in enumerate(parts, 1)]
@@ -101,8 +97,8 @@ def _file(name: str, entries: list[Entry]) -> TensorFile:
     at = 0
     for e in entries:
         table[e.name] = {"dtype": KINDS[e.memory.dtype], "shape": list(e.memory.shape),
-                         "data_offsets": [at, at + e.nbytes]}
-        at += e.nbytes
+                         "data_offsets": [at, at + e.memory.nbytes]}
+        at += e.memory.nbytes
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + LENGTH_BYTES) % 8)
     return TensorFile(name, entries, struct.pack("<Q", len(text)) + text)

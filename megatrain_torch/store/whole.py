@@ -67,7 +67,7 @@ class Whole:
 
     def copy(self) -> nn.Parameter:
         """An ordinary parameter of its package's, with the current values."""
-        self.records[0].runtime.planes.wait_updates(self.records[0])
+        self.records[0].wait_updates()
         strands = [plain(r.param).clone() for r in self.records]
         with torch.no_grad():
             return self.format.again(self.param, dict(zip(self.names, strands)))
