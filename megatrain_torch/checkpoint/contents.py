@@ -74,11 +74,9 @@ class Checkpoint:
                 names = strict.field(table(strict.parsed(data, where), where), "weight_map",
                                      lambda v: isinstance(v, dict), "a table", where)
                 files = {name: stored.file for name, stored in found.tensors.items()}
-                if names != files:
-                    wrong = next((n for n, file in names.items() if file != files.get(n)), None)
-                    said = "fewer tensors than the files have" if wrong is None else \
-                        f"{shown(wrong)} in {shown(names[wrong])}"
-                    raise MegatrainError(f"{where}: weight_map has {said}")
+                if wrong := [n for n in sorted({*names, *files}) if names.get(n) != files.get(n)]:
+                    raise MegatrainError(f"{where}: weight_map has {shown(wrong[0])} in {shown(names.get(wrong[0]))}, "
+                                         f"and it is in {shown(files.get(wrong[0]))}")
             found.training = training_of(found.bytes_of(TRAINING), found.where, found.body["optimizer"] is not None)
         return found
 

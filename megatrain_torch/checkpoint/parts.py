@@ -26,7 +26,7 @@ from ..base.codes import coded, quantization_of
 from ..base.errors import MegatrainError
 from ..base.modes import LOW_BYTES
 from ..optim.adamw import AdamW
-from ..optim.states import master_plane, moment_planes
+from ..optim.states import follows, moment_planes
 from ..store.guard import plain
 from ..store.records import KINDS, Record
 from ..store.tensorfiles import LENGTH_BYTES, Entry, Stored, TensorFile, packed
@@ -181,11 +181,6 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
                 seen.add(id(b))
                 found[f"{prefix}.{name}" if prefix else name] = b
     return found
-
-
-def follows(record: Record) -> str:
-    """The plane that makes an fp32 master of the weight; "": there is none, or it does not follow the weight."""
-    return "" if record.master_writes != record.writes or record.master_writes < 0 else master_plane(record)
 
 
 def _weights(model: nn.Module, names: dict[Tensor, str]) -> list[Entry]:

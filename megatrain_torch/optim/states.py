@@ -187,6 +187,11 @@ def master_plane(record: Record) -> str:
     return "LO" if record.low_bytes else "MASTER" if record.dtype == torch.float16 else ""
 
 
+def follows(record: Record) -> str:
+    """That plane, where the master follows the weight; else ""."""
+    return master_plane(record) if record.master_writes == record.writes else ""
+
+
 def lacks_master(record: Record) -> bool:
     """The weight was set, and its fp32 master does not follow. A new plane LO is zero, and no memory yet."""
     if record.dtype == torch.float32 or record.master_writes == record.writes:
@@ -228,13 +233,13 @@ def master(p: StreamedParameter) -> Tensor:
     record: Record = p._mt
     record.wait_updates()
     record.bring_states()
-    follows = record.master_writes == record.writes
-    if record.low_bytes and follows and record.master_writes >= 0:
+    plane = follows(record)
+    if plane == "LO":
         out = torch.empty_strided(record.shape, record.stride, dtype=torch.float32)
         _core.split_join(record.host.data_ptr(), record.view("LO").data_ptr(), out.data_ptr(), record.numel,
                          record.low_bytes)
         return out
-    if record.dtype == torch.float16 and follows:
+    if plane == "MASTER":
         return record.view("MASTER").clone()
     if record.exact is not None and record.writes == 0:
         return record.exact.clone()

@@ -232,19 +232,7 @@ def in_sight(function: Any) -> Any:
     return function
 
 
-def takes_no_hooks(function: Any) -> Any:
-    """Its nodes stand where plain torch has AccumulateGrad's."""
-    def refuse(node: Any, *_: Any) -> Any:
-        raise MegatrainError(f"{node.records[0].name}: a hook on this node would meet gradients of a whole window, on "
-                             "the device; put it on the parameter, or on the node that "
-                             "p.expand_as(p).grad_fn.next_functions gives outside of forwards")
-
-    function._backward_cls.register_hook = function._backward_cls.register_prehook = refuse
-    return function
-
-
 @in_sight
-@takes_no_hooks
 class Bind(torch.autograd.Function):
     """Host parameters in, what stands for them on the device out; gradients in, to the store."""
 
@@ -260,6 +248,15 @@ class Bind(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         handover = ctx.records[0].runtime.handover
         return None, None, *handover.take(ctx.records, ctx.use, accumulators(ctx), grads)
+
+
+def _refuse_hook(node: Any, *_: Any) -> Any:
+    raise MegatrainError(f"{node.records[0].name}: a hook on this node would meet gradients of a whole window, on the "
+                         "device; put it on the parameter, or on the node that "
+                         "p.expand_as(p).grad_fn.next_functions gives outside of forwards")
+
+
+Bind._backward_cls.register_hook = Bind._backward_cls.register_prehook = _refuse_hook
 
 
 # ---- outside of its window ----
@@ -314,9 +311,6 @@ class LazyParameter(DeviceParameter):
         self._mt.keep_write(self.fetch())
 
 
-def _of_value(name: str) -> Any:
-    return lambda self, *args, **kwargs: getattr(self.fetch(), name)(*args, **kwargs)
-
-
 for _name in ("data_ptr", "numpy", "tolist", "untyped_storage", "__array__", "__dlpack__"):
-    setattr(LazyParameter, _name, _of_value(_name))      # they look for memory, and ask no dispatcher
+    # They look for memory, and ask no dispatcher.
+    setattr(LazyParameter, _name, lambda self, *args, _name=_name, **more: getattr(self.fetch(), _name)(*args, **more))
