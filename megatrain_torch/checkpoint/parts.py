@@ -36,10 +36,7 @@ from .contents import ALONE, INDEX, MASTERS, TRAINING
 if TYPE_CHECKING:
     from ..model.runtime import Runtime
 
-OWN_FILES = ("config.json", "generation_config.json")
 OURS, TORCHS = "mt.AdamW", "torch.optim.AdamW"       # as kind_of says
-
-
 LEAST_BYTES = 64 << 20               # of frozen weights, for files of their own
 
 # Files of the last checkpoint, by their headers: their path; their `form`, which is what the file system said of them
@@ -260,16 +257,16 @@ def _beside(model: nn.Module, files: list[TensorFile]) -> dict[str, bytes]:
         index = {"metadata": {"total_size": sum(e.memory.nbytes for f in own for e in f.entries)},
                  "weight_map": {e.name: f.name for f in own for e in f.entries}}
         found[INDEX] = json.dumps(index, indent=1, sort_keys=True).encode()
-    for name, config in zip(OWN_FILES, (getattr(model, "config", None), getattr(model, "generation_config", None))):
-        if hasattr(config, "to_json_string"):
-            is_models = config is getattr(model, "config", None)
-            if is_models:                    # as save_pretrained writes it, which notes the class and the type first
-                config.architectures = [type(model).__name__]
-                config.dtype = str(model.dtype).split(".")[1]
-            text = config.to_json_string(use_diff=True)
-            if is_models and (said := quantization_of(model)) is not None:
-                text = json.dumps(json.loads(text) | {"quantization_config": said}, indent=2, sort_keys=True) + "\n"
-            found[name] = text.encode()
+    config, generation = getattr(model, "config", None), getattr(model, "generation_config", None)
+    if hasattr(config, "to_json_string"):
+        config.architectures = [type(model).__name__]        # as save_pretrained notes class and type first
+        config.dtype = str(model.dtype).split(".")[1]
+        text = config.to_json_string(use_diff=True)
+        if (said := quantization_of(model)) is not None:
+            text = json.dumps(json.loads(text) | {"quantization_config": said}, indent=2, sort_keys=True) + "\n"
+        found["config.json"] = text.encode()
+    if hasattr(generation, "to_json_string"):
+        found["generation_config.json"] = generation.to_json_string(use_diff=True).encode()
     return found
 
 

@@ -305,29 +305,28 @@ class _Loading:
     # ---- a unit at a time ----
 
     def unit(self, records: list[Record]) -> None:
-        reads = Reads(self.source)
+        opt, reads = self.opt, Reads(self.source)
         records[0].before_write()
         records[0].own_states()
-        parts = [part for r in records for part in self._record(r, self.names[r.param], reads)]
-        for part in parts:                   # up to its yield it says what is to be read
-            next(part)
+        readers: list[Iterator[None]] = []
+        for r in records:
+            name = self.names[r.param]
+            saved = self.saved[name]
+            stepped = self.ours and "step" in saved
+            mastered = stepped or (opt is not None and "step" in saved and r.dtype == torch.float32)
+            readers.append(self._weights(r, name, reads, saved["master"] if mastered else ""))
+            if stepped:
+                opt._begin_state(r.param, r)
+                opt.state[r.param]["step"].fill_(float(saved["step"]))
+                readers.append(self._moments(r, name, reads))
+            elif self.ours:
+                opt.state.pop(r.param, None)
+        for reader in readers:               # up to its yield it says what is to be read
+            next(reader)
         reads.go()
-        for part in parts:
-            next(part, None)
+        for reader in readers:
+            next(reader, None)
         self.rt.homes.take(records[0].unit)
-
-    def _record(self, record: Record, name: str, reads: Reads) -> list[Iterator[None]]:
-        saved, opt = self.saved[name], self.opt
-        stepped = self.ours and "step" in saved
-        mastered = stepped or (opt is not None and "step" in saved and record.dtype == torch.float32)
-        parts = [self._weights(record, name, reads, saved["master"] if mastered else "")]
-        if stepped:
-            opt._begin_state(record.param, record)
-            opt.state[record.param]["step"].fill_(float(saved["step"]))
-            parts.append(self._moments(record, name, reads))
-        elif self.ours:
-            opt.state.pop(record.param, None)
-        return parts
 
     def _moments(self, record: Record, name: str, reads: Reads) -> Iterator[None]:
         keys, values = MOMENTS if self.body["states"] == "fp32" else CODES, {}

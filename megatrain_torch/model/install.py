@@ -32,7 +32,7 @@ from ..optim.adamw import watch_steps
 from ..store import gradient
 from ..store.guard import HostTensor, StreamedParameter
 from ..store.records import Record
-from ..store.state import BoundParameters, Given, HostBuffers
+from ..store.state import BoundParameters, HostBuffers
 from ..store.whole import keep_in_sight
 from .runtime import find_runtime, runtimes
 
@@ -244,7 +244,7 @@ def _put_later(rt: Runtime, root: nn.Module) -> Iterator[tuple[str, nn.Parameter
         records = m._parameters.records if isinstance(m._parameters, BoundParameters) else {}
         for name, p in m._parameters.items():
             # What functional_call has put in the places of parameters is no parameter of the model's.
-            if p is None or (type(records.get(name)) is Given and not isinstance(p, nn.Parameter)):
+            if p is None or (records.get(name, p) is None and not isinstance(p, nn.Parameter)):
                 continue
             if (other := getattr(p, "_mt", None)) is None or other.runtime is not rt:
                 yield f"{prefix}.{name}".lstrip("."), p, name in records or other is not None

@@ -42,11 +42,8 @@ class LateGrad(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*tree_map_only(LateGrad, LateGrad._shown, args),
-                    **tree_map_only(LateGrad, LateGrad._shown, kwargs or {}))
-
-    def _shown(self) -> Tensor | None:
-        return current(self._record())
+        args, kwargs = tree_map_only(LateGrad, lambda late: current(late._record()), (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 # ---- what stands there ----
