@@ -23,7 +23,7 @@ from ..base import strict
 from ..base.errors import MegatrainError
 from ..base.modes import GROUP, LOW_BYTES
 from ..base.strict import is_count, shown, table
-from ..optim.states import CODES, MOMENTS
+from ..optim.states import CODES, MOMENTS, STEPS, count_of
 from ..store.tensorfiles import DTYPES, READERS, Extent, Stored, listed
 from . import manifest
 
@@ -31,7 +31,6 @@ TRAINING = "training.pt"
 INDEX, ALONE = "model.safetensors.index.json", "model.safetensors"
 MASTERS = {"LO": "master_low", "MASTER": "master"}
 BLOCK = _core.BLOCK_BYTES           # of a file, that have a sum of 8 bytes
-STEPS = 2**53                        # more than this an fp64 does not count
 _HEX = re.compile(r"([0-9a-f]{2})*")
 
 
@@ -240,10 +239,7 @@ def training_of(data: bytes, where: str, has_optimizer: bool) -> dict[str, Any]:
 
 def step_of(own: dict[str, Any], where: str) -> int:
     """Of a parameter, as torch.optim.AdamW has it."""
-    step = strict.field(own, "step", _is_number, "a number", where)
-    if not 0 <= float(step) < STEPS:
-        raise MegatrainError(f"{where}: step={shown(step)}: a whole number is needed")
-    return int(step)
+    return count_of(strict.field(own, "step", lambda _: True, "a number", where), where)
 
 
 def check_hyper(saved: list[dict[str, Any]], mine: list[dict[str, Any]], where: str) -> None:

@@ -16,12 +16,14 @@ from torch import Tensor
 from .. import _core
 from ..base.errors import MegatrainError
 from ..base.modes import GROUP
+from ..base.strict import shown
 from ..store import gradient
 from ..store.guard import StreamedParameter, plain, values_of
 from ..store.records import Record, dense_stride
 
 MOMENTS = ("exp_avg", "exp_avg_sq")                           # names in the state, by plane: fp32
 CODES = ("exp_avg_codes", "exp_avg_sq_codes", "scales")       # 8 bits
+STEPS = 1 << 53                                               # more than this an fp64 does not count
 
 
 # ---- numbers that are known when a step's gradients have landed ----
@@ -73,8 +75,9 @@ def count_of(step: Any, name: str) -> int:
     """state["step"] as a number, whatever somebody wrote there. Raises MegatrainError if it is no number of steps."""
     with torch._C.DisableTorchFunctionSubclass():
         value = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
-    if not isinstance(value, (int, float)) or not 0 <= value < 1 << 53 or value != int(value):
-        raise MegatrainError(f"{name}: its state has step={value!r}: bias correction takes a whole number, 0 or more")
+    if not isinstance(value, (int, float)) or not 0 <= value < STEPS or value != int(value):
+        raise MegatrainError(f"{name}: its state has step={shown(value)}: bias correction takes a whole number, 0 or "
+                             "more")
     return int(value)
 
 
