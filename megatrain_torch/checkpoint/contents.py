@@ -256,14 +256,12 @@ def _alike(value: Any, mine: Any) -> bool:
     if isinstance(mine, (tuple, list)):
         return isinstance(value, (tuple, list)) and len(value) == len(mine) and all(map(_alike, value, mine))
     if isinstance(mine, (int, float, Tensor)) or mine is None:
-        return mine is None if value is None else mine is None or _is_number(value)
+        if value is None or mine is None:
+            return mine is None
+        if isinstance(value, Tensor):
+            return value.dim() == 0 and not value.is_complex() and not bool(value.isnan())
+        return isinstance(value, (int, float)) and not math.isnan(value)
     return isinstance(value, type(mine))
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.dim() == 0 and not value.is_complex() and not bool(value.isnan())
-    return isinstance(value, (int, float)) and not math.isnan(value)
 
 
 # ---- random numbers: states of all generators that a run uses -------------------------------------

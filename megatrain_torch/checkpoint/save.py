@@ -136,14 +136,7 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         left, need = parts.without(linked)
         room = _room(rt, saving.folder, need, held_by(left), parse_bytes(spare, "spare"), asynchronous)
         if dry_run:
-            draft = manifest.Draft(saving.folder)
-            try:
-                nbytes = max(min(need, TRIAL_BYTES), LEAST_TRIAL_BYTES)
-                rate = _core.disk_measure(str(draft.path), nbytes, LEAST_TRIAL_BYTES, WRITERS, WRITERS)["fresh"]
-                return SavePlan(need, (*(f.name for f in parts.files), *parts.small, manifest.NAME),
-                                shutil.disk_usage(draft.path).free, rate)
-            finally:
-                draft.drop()
+            return _trial(saving.folder, parts, need)
     saving._begin(rt, parts, linked, asynchronous, room)
     if not asynchronous:
         saving.check()
@@ -183,6 +176,17 @@ def _room(rt: Runtime, folder: Path, need: int, held: list[tuple[int, int]], spa
         spare = blocks if asynchronous and rt.room.may_save(rt.core, held, blocks) else 0
     rt.room.saving(rt.core, held, min(max(spare, LEAST_BYTES), need))
     return spare
+
+
+def _trial(folder: Path, parts: Parts, need: int) -> SavePlan:
+    draft = manifest.Draft(folder)
+    try:
+        nbytes = max(min(need, TRIAL_BYTES), LEAST_TRIAL_BYTES)
+        rate = _core.disk_measure(str(draft.path), nbytes, LEAST_TRIAL_BYTES, WRITERS, WRITERS)["fresh"]
+        return SavePlan(need, (*(f.name for f in parts.files), *parts.small, manifest.NAME),
+                        shutil.disk_usage(draft.path).free, rate)
+    finally:
+        draft.drop()
 
 
 # ---- a save under way --------------------------------------------------------------------------
