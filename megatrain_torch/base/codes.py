@@ -2,7 +2,7 @@
 
     format = format_of(p)              # None: p is no such weight
     strands = format.strands(p, m)     # {"": codes, "absmax": scales ...}, m: the module that has p
-    whole  = format.whole(p, strands)  # what the package's code computes with, over any such tensors
+    whole  = format.whole(p, strands)  # what the package's code computes with, over any such tensors; ours: its codes
 
 A weight's strands are streamed like parameters, each in its own type; in a window they are put together again, so the
 module's own code runs over what was fetched. Formats are known by the names of classes: no package is imported here.
@@ -65,7 +65,7 @@ class Format:
     name = "torchao 8 bits"             # for people
     linear = ""                         # the package's class of a module that multiplies, where it is not torch's
     keeps: tuple[Keeps, ...] = ()
-    expands = False                     # `whole` is a 16-bit weight in memory of its own
+    expands = False                     # code computes with a 16-bit weight in memory of its own: expand_codes()
     saves = True                        # the package's products make one, and save it for backward
 
     def strands(self, p: Any, m: Any) -> Strands:
@@ -75,15 +75,11 @@ class Format:
         return {name: getattr(p, name) for name in p.__tensor_flatten__()[0]}
 
     def whole(self, p: Any, strands: Strands) -> Tensor:
-        """What the package's code computes with, over other strands of these forms."""
+        """The parameter over other strands of these forms; the package's code computes with it, unless it expands."""
         _, said = p.__tensor_flatten__()
         out = plain_kind(p).__tensor_unflatten__(strands, said, p.size(), p.stride())
         out._is_param = True
         return out
-
-    def again(self, p: Any, strands: Strands) -> Tensor:
-        """The parameter over them, where `whole` gives another."""
-        return self.whole(p, strands)
 
     def put(self, p: Any, m: Any, strands: Strands) -> None:
         """Parameter and module have these from now on."""
@@ -319,12 +315,6 @@ class _Ours(Format):
     name, saves, expands = "block-fp8, MXFP4 and experts in NF4", False, True
     # Ends of names, as they are published, or as the package of other weights in NF4 has them.
     _ends = {"fp8": ("", "_scale_inv"), "mxfp4": ("_blocks", "_scales"), "nf4": ("", ".absmax")}
-
-    def whole(self, p: Any, strands: Strands) -> Tensor:
-        return p.over(*strands.values()).expand_codes()
-
-    def again(self, p: Any, strands: Strands) -> Tensor:
-        return super().whole(p, strands)
 
     def label(self, p: Any, name: str, strand: str) -> str:
         return name + self._ends[p.form][strand == "scales"]
