@@ -62,7 +62,7 @@ def write_a_moment(model: Dots, opt: mt.AdamW) -> None:
 
 
 def write_a_master(model: Dots, opt: mt.AdamW) -> None:
-    mt.optim.adamw.set_master(model.layers[3].weight, torch.full(SHAPES[3], 0.3))
+    mt.optim.states.set_master(model.layers[3].weight, torch.full(SHAPES[3], 0.3))
 
 
 def lower_the_rate(model: Dots, opt: mt.AdamW) -> None:

@@ -14,7 +14,7 @@ from between import assert_equal, states
 from test_adamw import HYPER, Dots, fed, feed, grads_for, plain_dots
 
 import megatrain_torch as mt
-from megatrain_torch.store.planes import Arrivals
+from megatrain_torch.store.arrivals import Arrivals
 
 Pair = tuple[Dots, mt.AdamW]
 def trained(homes: Any, dtype: torch.dtype = torch.bfloat16, steps: int = 2, clip: float | None = 0.5,
@@ -35,7 +35,7 @@ def lifted(model: Dots) -> set[int]:
 # ---- when ----
 
 def test_states_come_during_backward_and_leave_during_the_next_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatrain_torch.store.planes.AHEAD", 2)
+    monkeypatch.setattr("megatrain_torch.store.arrivals.AHEAD", 2)
     model, opt = trained("arrive")
     arrivals = arrivals_of(model)
     order, up = [], []
@@ -91,13 +91,13 @@ def test_only_named_units_arrive_and_their_states_cross_once_each_way() -> None:
 def test_memory_that_is_short_in_backward_is_asked_for_again_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = trained("arrive"), trained("ram")
     short = [True]
-    piece = Arrivals._piece
+    lift = Arrivals._lift
 
-    def scarce(rt: Any, nbytes: int) -> torch.Tensor:
+    def scarce(self: Arrivals, unit: int) -> None:
         if short[0]:
             raise torch.OutOfMemoryError("no memory")
-        return piece(rt, nbytes)
-    monkeypatch.setattr(Arrivals, "_piece", staticmethod(scarce))
+        lift(self, unit)
+    monkeypatch.setattr(Arrivals, "_lift", scarce)
     for model, _ in pairs:
         mt.model.stream.runtime_of(model).drain()
         model(grads_for(model, 5)).backward()

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers")
 
 import megatrain_torch as mt  # noqa: E402
-from megatrain_torch import ops  # noqa: E402
 from megatrain_torch.base.codes import Coded, nf4_strands  # noqa: E402
 from megatrain_torch.base.units import usual_experts  # noqa: E402
 from megatrain_torch.graph.stacks import Stack  # noqa: E402
@@ -190,8 +189,8 @@ def test_a_look_at_numbers_goes_through_pieces(monkeypatch: pytest.MonkeyPatch) 
 
 def test_codes_are_expanded_a_few_experts_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     made_of: list[int] = []
-    own = ops.expand_codes_
-    monkeypatch.setattr(ops, "expand_codes_", lambda out, *args, **kw: made_of.append(len(out)) or own(out, *args, **kw))
+    own = Coded.expand_codes
+    monkeypatch.setattr(Coded, "expand_codes", lambda stack: made_of.append(stack.shape[0]) or own(stack))
     trained(streamed(model_of("gpt-oss", "grouped_mm", "mxfp4"), activations="replay", experts=3, homes="vram"), 1)
     assert made_of and max(made_of) == 3
 

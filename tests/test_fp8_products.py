@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import megatrain_torch as mt
 from megatrain_torch import MegatrainError, ops
 from megatrain_torch.base import modes as rules
-from megatrain_torch.base.modes import check_products_on as check_device
+from megatrain_torch.base.modes import check_products
 from megatrain_torch.fused.templates import Coded, Weights
 from megatrain_torch.model.stream import runtime_of
 
@@ -399,12 +399,12 @@ def test_a_device_without_them_is_refused_by_name(capability: tuple[int, int], f
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules.torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(rules.torch.cuda, "get_device_name", lambda _: "Some Card")
-    check_device("bf16", torch.device("cuda"))
+    check_products("bf16", "auto", torch.device("cuda"))
     if fine:
-        check_device("fp8", torch.device("cuda"))
+        check_products("fp8", "auto", torch.device("cuda"))
         return
     with pytest.raises(MegatrainError, match=f"Some Card has compute capability {capability[0]}.{capability[1]}"):
-        check_device("fp8", torch.device("cuda"))
+        check_products("fp8", "auto", torch.device("cuda"))
 
 
 CONFIG = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=12, num_attention_heads=16,

@@ -2,7 +2,7 @@
 
     format = format_of(p)              # None: p is no such weight
     strands = format.strands(p, m)     # {"": codes, "absmax": scales ...}, m: the module that has p
-    whole  = format.whole(p, strands)  # what the package's code computes with, over any such tensors
+    whole  = format.whole(p, strands)  # what the package's code computes with, over any such tensors; ours: its codes
 
 A weight's strands are streamed like parameters, each in its own type; in a window they are put together again, so the
 module's own code runs over what was fetched. Formats are known by the names of classes: no package is imported here.
@@ -65,7 +65,7 @@ class Format:
     name = "torchao 8 bits"             # for people
     linear = ""                         # the package's class of a module that multiplies, where it is not torch's
     keeps: tuple[Keeps, ...] = ()
-    expands = False                     # `whole` is a 16-bit weight in memory of its own
+    expands = False                     # code computes with a 16-bit weight in memory of its own: expand_codes()
     saves = True                        # the package's products make one, and save it for backward
 
     def strands(self, p: Any, m: Any) -> Strands:
@@ -75,15 +75,11 @@ class Format:
         return {name: getattr(p, name) for name in p.__tensor_flatten__()[0]}
 
     def whole(self, p: Any, strands: Strands) -> Tensor:
-        """What the package's code computes with, over other strands of these forms."""
+        """The parameter over other strands of these forms; the package's code computes with it, unless it expands."""
         _, said = p.__tensor_flatten__()
         out = plain_kind(p).__tensor_unflatten__(strands, said, p.size(), p.stride())
         out._is_param = True
         return out
-
-    def again(self, p: Any, strands: Strands) -> Tensor:
-        """The parameter over them, where `whole` gives another."""
-        return self.whole(p, strands)
 
     def put(self, p: Any, m: Any, strands: Strands) -> None:
         """Parameter and module have these from now on."""
@@ -120,13 +116,9 @@ def plain_kind(p: Tensor) -> type:
     return getattr(type(p), "_mt_kind", type(p))
 
 
-def plain_name(p: Tensor) -> tuple[str, str]:
-    kind = plain_kind(p)
-    return kind.__module__.partition(".")[0], kind.__name__
-
-
 def format_of(p: Tensor | None) -> Format | None:
-    return None if p is None else FORMATS.get(plain_name(p))
+    kind = plain_kind(p)
+    return FORMATS.get((kind.__module__.partition(".")[0], kind.__name__))
 
 
 def coded(module: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter, Format]]:
@@ -159,7 +151,7 @@ def multiplies(module: nn.Module, dtype: torch.dtype) -> str:
         return "" if kind is nn.Linear else f"it is a {kind.__name__}, not a plain nn.Linear"
     if kind is nn.Linear:
         return f"its weight is {format.name}" if format.linear else ""
-    package = plain_name(weight)[0]
+    package = plain_kind(weight).__module__.partition(".")[0]
     own = sys.modules.get(kind.__module__)
     if (kind.__module__.partition(".")[0], kind.__name__) != (package, format.linear) or "forward" in vars(module) \
             or own is None or kind.forward.__code__.co_filename != own.__file__:
@@ -173,10 +165,7 @@ def elements(p: nn.Parameter) -> int:
     return p.numel() if (format := format_of(p)) is None else format.shape(p).numel()
 
 
-Named = list[tuple[str, nn.Parameter]]
-
-
-def strands_of(name: str, p: nn.Parameter, m: nn.Module, format: Format) -> tuple[Named, Named]:
+def strands_of(name: str, p: nn.Parameter, m: nn.Module, format: Format) -> tuple[list[Any], list[Any]]:
     """What lies in a parameter's own memory, and the rest, each under its name in a state_dict. Raises MegatrainError,
     with what to do, where it is not as its package leaves it for training."""
     try:
@@ -196,14 +185,18 @@ def strands_of(name: str, p: nn.Parameter, m: nn.Module, format: Format) -> tupl
 
 def dense_bytes(module: nn.Module, experts: int = 0) -> tuple[int, int]:
     """Of 16-bit weights made of codes: bytes at once in a window, and kept until backward. experts: at a time."""
-    found = [(2 * format.shape(p).numel(), format) for _, _, p, format in coded(module)]
-    one = max([n for n, f in found if not f.expands], default=0)
-    parts = 0
+    one = parts = kept = 0
     for name, _, p, format in coded(module):
         shape = format.shape(p)
-        some = 0 < experts < shape[0] and len(shape) > 2 and "expert" in name        # else it is made at once
-        parts += 2 * (shape.numel() * experts // shape[0] if some else shape.numel()) * format.expands
-    return parts + one, sum(n for n, format in found if format.saves)
+        nbytes = 2 * shape.numel()
+        kept += nbytes * format.saves
+        if not format.expands:               # one matrix after the other
+            one = max(one, nbytes)
+        elif 0 < experts < shape[0] and len(shape) > 2 and "expert" in name:
+            parts += nbytes // shape[0] * experts
+        else:
+            parts += nbytes
+    return parts + one, kept
 
 
 # ---- bitsandbytes: Params4bit, a tensor of two codes a byte with its QuantState; Int8Params with scales SCB ----
@@ -323,12 +316,6 @@ class _Ours(Format):
     # Ends of names, as they are published, or as the package of other weights in NF4 has them.
     _ends = {"fp8": ("", "_scale_inv"), "mxfp4": ("_blocks", "_scales"), "nf4": ("", ".absmax")}
 
-    def whole(self, p: Any, strands: Strands) -> Tensor:
-        return p.over(*strands.values()).expand_codes()
-
-    def again(self, p: Any, strands: Strands) -> Tensor:
-        return super().whole(p, strands)
-
     def label(self, p: Any, name: str, strand: str) -> str:
         return name + self._ends[p.form][strand == "scales"]
 
@@ -346,15 +333,6 @@ FORMATS: dict[tuple[str, str], Format] = {      # by package and class of the pa
 KNOWN = "; ".join(format.name for format in dict.fromkeys(FORMATS.values()))
 
 
-def _shape(codes: Tensor, form: str) -> torch.Size:
-    if form == "fp8":
-        return codes.shape
-    if form == "nf4":
-        return torch.Size((*codes.shape[:-1], 2 * codes.shape[-1]))
-    experts, rows, groups, nbytes = codes.shape
-    return torch.Size((experts, 2 * groups * nbytes, rows))
-
-
 class Coded(Tensor):
     """[shape], dtype: of the weight that it stands for; frozen. Whatever is done with one is done with that weight,
     made for the operation; but for copies, and for `stack` and `cat`, by which experts' weights come together. A
@@ -366,7 +344,12 @@ class Coded(Tensor):
 
     @staticmethod
     def __new__(cls, codes: Tensor, scales: Tensor, form: str, dtype: torch.dtype) -> Coded:
-        return Tensor._make_wrapper_subclass(cls, _shape(codes, form), dtype=dtype, device=codes.device)
+        shape = codes.shape
+        if form == "nf4":
+            shape = *shape[:-1], 2 * shape[-1]
+        elif form == "mxfp4":                # as published: experts, rows, groups, bytes
+            shape = shape[0], 2 * shape[2] * shape[3], shape[1]
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)
 
     def __init__(self, codes: Tensor, scales: Tensor, form: str, dtype: torch.dtype) -> None:
         self.codes, self.scales, self.form = codes, scales, form
@@ -398,15 +381,12 @@ class Coded(Tensor):
         if func in (_ATEN.detach.default, _ATEN.alias.default, _ATEN.clone.default):
             return args[0].over(func(args[0].codes), func(args[0].scales))
         if func is _ATEN._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
-            where = {"device": kwargs.get("device")}
-            return args[0].over(args[0].codes.to(**where), args[0].scales.to(**where))
+            where = kwargs.get("device")
+            return args[0].over(args[0].codes.to(device=where), args[0].scales.to(device=where))
         if func in (_ATEN.stack.default, _ATEN.cat.default) and (joined := _joined(func, *args)) is not None:
             return joined
-        return func(*_expanded(args), **_expanded(kwargs))
-
-
-def _expanded(value: Any) -> Any:
-    return tree_map_only(Coded, Coded.expand_codes, value)
+        return func(*tree_map_only(Coded, Coded.expand_codes, args),
+                    **tree_map_only(Coded, Coded.expand_codes, kwargs))
 
 
 def _joined(func: Any, tensors: list[Any], dim: int = 0) -> Coded | None:

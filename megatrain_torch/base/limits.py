@@ -129,12 +129,11 @@ class HostLimits:
 
     def rows(self) -> list[tuple[str, str]]:
         """(what, figure), for a table."""
-        used, most = self.files
         found = [(b.what, f"{show_bytes(b.free)} free of {show_bytes(b.limit)}") for b in self.bounds]
-        found.append(("swap, not counted", show_bytes(self.swap)))
-        found.append(("RLIMIT_MEMLOCK, not CUDA's", "none" if self.memlock is None else show_bytes(self.memlock)))
-        found.append(("open files", f"{used} of {most}"))
-        found.append(("NUMA nodes", f"{self.nodes}" + ("; arenas interleaved" if self.nodes > 1 else "")))
+        found += [("swap, not counted", show_bytes(self.swap)),
+                  ("RLIMIT_MEMLOCK, not CUDA's", "none" if self.memlock is None else show_bytes(self.memlock)),
+                  ("open files", f"{self.files[0]} of {self.files[1]}"),
+                  ("NUMA nodes", f"{self.nodes}" + ("; arenas interleaved" if self.nodes > 1 else ""))]
         if self.wsl:
             found.append(("WSL2", "the driver locks a part of the memory only; the rest is copied through a buffer"))
         if self.grows:
@@ -167,7 +166,7 @@ def without_margin(limit: int, share: float = MARGIN_SHARE) -> int:
 
 def host_limits(proc: Path = Path("/proc"), sysfs: Path = Path("/sys")) -> HostLimits:
     """Reads every limit there is. proc, sysfs: where those file systems are; tests bring their own."""
-    memory, status, version = _numbers(proc / "meminfo"), _numbers(proc / "self/status"), _text(proc / "version")
+    memory, status, version = _sizes(proc / "meminfo"), _sizes(proc / "self/status"), _text(proc / "version")
     total = memory.get("MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     groups, together = _cgroups(proc, sysfs)
     grows, certain = _grows(total, groups, version, sysfs)
@@ -198,7 +197,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _numbers(path: Path) -> dict[str, int]:
+def _sizes(path: Path) -> dict[str, int]:
     """"Name:   123 kB" lines, in bytes."""
     return {m[1]: int(m[2]) << 10 for m in re.finditer(r"^(\w+):\s+(\d+) kB$", _text(path), re.MULTILINE)}
 
@@ -239,21 +238,17 @@ def _cgroups(proc: Path, sysfs: Path) -> tuple[list[Bound], bool]:
             # A group's page cache makes room for us, so it does not count as used.
             stat = dict(re.findall(r"^(\S+) +(\S+)", _text(folder / "memory.stat"), re.MULTILINE))
             cache = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
-            used = max((_number(folder / current) or 0) - cache, 0)
+            used = max(int(_text(folder / current).strip() or 0) - cache, 0)
             for name in names:
-                limit = _number(folder / name)
-                if limit is not None and limit < 1 << 60:           # v1 says 2**63 less a page where there is none
+                text = _text(folder / name).strip()
+                limit = int(text) if text.isdigit() else 1 << 60
+                if limit < 1 << 60:          # v1 says 2**63 less a page where there is none
                     found.append(Bound(f"cgroup {folder.name or '/'}: {name}", limit, max(limit - used, 0),
                                        f"raise {name} of the cgroup"))
             together |= _text(folder / "memory.oom.group").strip() == "1"
             if folder == root:
                 break
     return found, together
-
-
-def _number(path: Path) -> int | None:
-    text = _text(path).strip()
-    return int(text) if text.isdigit() else None
 
 
 # ---- trying --------------------------------------------------------------------------------------

@@ -110,25 +110,19 @@ LEAST_CAPABILITY = (8, 9)        # of a CUDA device that multiplies such codes
 T = TypeVar("T")
 
 
-def check_products(products: str, compute: str) -> str:
-    """Raises: MegatrainError: there is no such word, or no template that would go by it."""
+def check_products(products: str, compute: str, device: torch.device | None = None) -> str:
+    """Raises: MegatrainError: there is no such word, no template that would go by it, or none such on the device."""
     if products not in PRODUCTS:
         raise MegatrainError(f"products={products!r}: use {' or '.join(map(repr, PRODUCTS))}")
     if products == "fp8" and compute not in ("auto", "fused"):
         raise MegatrainError(f"products='fp8', compute={compute!r}: only templates make such products; use "
                              "compute='fused'")
-    return products
-
-
-def check_products_on(products: str, device: torch.device) -> None:
-    """Raises: MegatrainError: the device has no such products."""
-    if products == "bf16" or device.type != "cuda":
-        return
-    has = torch.cuda.get_device_capability(device)
-    if has < LEAST_CAPABILITY:
+    if products == "fp8" and device is not None and device.type == "cuda" \
+            and (has := torch.cuda.get_device_capability(device)) < LEAST_CAPABILITY:
         raise MegatrainError(f"products='fp8': {torch.cuda.get_device_name(device)} has compute capability "
                              f"{has[0]}.{has[1]}, and products of 8-bit codes come with "
                              f"{LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]}; use products='bf16'")
+    return products
 
 
 def inner(layers: Sequence[T]) -> Sequence[T]:

@@ -127,35 +127,24 @@ def group(root: nn.Module, found: Found) -> list[Group]:
     """Units: (name, its parameters by name). A parameter belongs to the first window that has it; one that is codes
     stands for its strands, of which those that are not in its own memory come last."""
     codes = {id(p): (m, format) for _, m, p, format in coded(root)}
-    groups = []
-    for unit, params in _whole(root, found):
+    names = {id(p): n for n, p in root.named_parameters()}
+    seen: set[int] = set()
+    groups: list[Group] = []
+    for unit, params in [*((name or type(root).__name__, [*window.parameters()]) for name, window in found.windows),
+                         *((name, [p]) for name, p in found.bare)]:
+        there = [(names[id(p)], p) for p in params if id(p) not in seen]
+        seen.update(map(id, params))
+        # Matrices first, adapters' behind the others: layers over one input lie side by side.
+        there.sort(key=lambda item: (item[1].dim() < 2, bool(ADAPTER.search(item[0]))))
         own, rest = [], []
-        for name, p in params:
+        for name, p in there:
             if id(p) in codes:
                 first, more = strands_of(name, p, *codes[id(p)])
                 own, rest = own + first, rest + more
             else:
                 own.append((name, p))
-        groups.append((unit, own + rest))
-    return groups
-
-
-def _whole(root: nn.Module, found: Found) -> list[Group]:
-    """As `group`, with parameters as the modules have them."""
-    names = {id(p): n for n, p in root.named_parameters()}
-    seen: set[int] = set()
-    groups: list[Group] = []
-    for name, window in found.windows:
-        own = [(names[id(p)], p) for p in window.parameters() if id(p) not in seen]
-        # Matrices first, adapters' behind the others: layers over one input lie side by side.
-        own.sort(key=lambda item: (item[1].dim() < 2, bool(ADAPTER.search(item[0]))))
-        seen.update(id(p) for _, p in own)
-        if own:
-            groups.append((name or type(root).__name__, own))
-    for name, p in found.bare:
-        if id(p) not in seen:
-            seen.add(id(p))
-            groups.append((name, [(name, p)]))
+        if own or rest:
+            groups.append((unit, own + rest))
     return groups
 
 

@@ -23,7 +23,7 @@ from ..base import strict
 from ..base.errors import MegatrainError
 from ..base.modes import GROUP, LOW_BYTES
 from ..base.strict import is_count, shown, table
-from ..optim.states import CODES, MOMENTS
+from ..optim.states import CODES, MOMENTS, STEPS, count_of
 from ..store.tensorfiles import DTYPES, READERS, Extent, Stored, listed
 from . import manifest
 
@@ -31,7 +31,6 @@ TRAINING = "training.pt"
 INDEX, ALONE = "model.safetensors.index.json", "model.safetensors"
 MASTERS = {"LO": "master_low", "MASTER": "master"}
 BLOCK = _core.BLOCK_BYTES           # of a file, that have a sum of 8 bytes
-STEPS = 2**53                        # more than this an fp64 does not count
 _HEX = re.compile(r"([0-9a-f]{2})*")
 
 
@@ -74,11 +73,9 @@ class Checkpoint:
                 names = strict.field(table(strict.parsed(data, where), where), "weight_map",
                                      lambda v: isinstance(v, dict), "a table", where)
                 files = {name: stored.file for name, stored in found.tensors.items()}
-                if names != files:
-                    wrong = next((n for n, file in names.items() if file != files.get(n)), None)
-                    said = "fewer tensors than the files have" if wrong is None else \
-                        f"{shown(wrong)} in {shown(names[wrong])}"
-                    raise MegatrainError(f"{where}: weight_map has {said}")
+                if wrong := [n for n in sorted({*names, *files}) if names.get(n) != files.get(n)]:
+                    raise MegatrainError(f"{where}: weight_map has {shown(wrong[0])} in {shown(names.get(wrong[0]))}, "
+                                         f"and it is in {shown(files.get(wrong[0]))}")
             found.training = training_of(found.bytes_of(TRAINING), found.where, found.body["optimizer"] is not None)
         return found
 
@@ -242,10 +239,7 @@ def training_of(data: bytes, where: str, has_optimizer: bool) -> dict[str, Any]:
 
 def step_of(own: dict[str, Any], where: str) -> int:
     """Of a parameter, as torch.optim.AdamW has it."""
-    step = strict.field(own, "step", _is_number, "a number", where)
-    if not 0 <= float(step) < STEPS:
-        raise MegatrainError(f"{where}: step={shown(step)}: a whole number is needed")
-    return int(step)
+    return count_of(strict.field(own, "step", lambda _: True, "a number", where), where)
 
 
 def check_hyper(saved: list[dict[str, Any]], mine: list[dict[str, Any]], where: str) -> None:
@@ -262,14 +256,12 @@ def _alike(value: Any, mine: Any) -> bool:
     if isinstance(mine, (tuple, list)):
         return isinstance(value, (tuple, list)) and len(value) == len(mine) and all(map(_alike, value, mine))
     if isinstance(mine, (int, float, Tensor)) or mine is None:
-        return mine is None if value is None else mine is None or _is_number(value)
+        if value is None or mine is None:
+            return mine is None
+        if isinstance(value, Tensor):
+            return value.dim() == 0 and not value.is_complex() and not bool(value.isnan())
+        return isinstance(value, (int, float)) and not math.isnan(value)
     return isinstance(value, type(mine))
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.dim() == 0 and not value.is_complex() and not bool(value.isnan())
-    return isinstance(value, (int, float)) and not math.isnan(value)
 
 
 # ---- random numbers: states of all generators that a run uses -------------------------------------

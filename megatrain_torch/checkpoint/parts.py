@@ -26,7 +26,7 @@ from ..base.codes import coded, quantization_of
 from ..base.errors import MegatrainError
 from ..base.modes import LOW_BYTES
 from ..optim.adamw import AdamW
-from ..optim.states import master_plane, moment_planes
+from ..optim.states import follows, moment_planes
 from ..store.guard import plain
 from ..store.records import KINDS, Record
 from ..store.tensorfiles import LENGTH_BYTES, Entry, Stored, TensorFile, packed
@@ -36,10 +36,7 @@ from .contents import ALONE, INDEX, MASTERS, TRAINING
 if TYPE_CHECKING:
     from ..model.runtime import Runtime
 
-OWN_FILES = ("config.json", "generation_config.json")
 OURS, TORCHS = "mt.AdamW", "torch.optim.AdamW"       # as kind_of says
-
-
 LEAST_BYTES = 64 << 20               # of frozen weights, for files of their own
 
 # Files of the last checkpoint, by their headers: their path; their `form`, which is what the file system said of them
@@ -139,12 +136,13 @@ def parts_of(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, s
         opt._take_states()
     names = names_of(model)
     with torch.no_grad():
-        rt.planes.notice_writes(rt.records)
+        for r in rt.records:
+            r.notice_write()
         rt.core.drain()
         weights, states = _weights(model, names), _states(opt, names)
     stem, records = "model" if _has_its_names(model) else "weights", {name: p._mt for p, name in names.items()}
     still = {e.name: e for e in weights if e.unit >= 0 and is_still(records[e.name])}
-    apart = sum(e.nbytes for e in still.values()) >= LEAST_BYTES
+    apart = sum(e.memory.nbytes for e in still.values()) >= LEAST_BYTES
     frozen = packed([*still.values()], "frozen", most, beside=True) if apart else []
     rest = [e for e in weights if e.name not in still] if apart else weights
     files = frozen + (packed(rest, stem, most, beside=apart) if rest or not apart else [])
@@ -182,16 +180,6 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def follows(record: Record) -> str:
-    """The plane that makes an fp32 master of the weight; "": there is none, or it does not follow the weight."""
-    return "" if record.master_writes != record.writes or record.master_writes < 0 else master_plane(record)
-
-
-def _entry(record: Record, plane: str, name: str) -> Entry:
-    """Over the plane itself, whatever order it has (convolutions, channels last)."""
-    return Entry(name, record.view(plane), record.unit, plane)
-
-
 def _weights(model: nn.Module, names: dict[Tensor, str]) -> list[Entry]:
     records = sorted(((p._mt, name) for p, name in names.items()), key=lambda item: (item[0].unit, item[0].index))
     beside = {k: t for p, name in names.items() if (w := p._mt.whole) is not None
@@ -201,7 +189,8 @@ def _weights(model: nn.Module, names: dict[Tensor, str]) -> list[Entry]:
     for name, memory in [(name, r.host) for r, name in records] + [(e.name, e.memory) for e in buffers]:
         if memory.dtype not in KINDS:
             raise MegatrainError(f"{name}: safetensors has no {memory.dtype}")
-    return [_entry(r, "HI", name) for r, name in records] + buffers
+    # Over the planes themselves, whatever order they have (convolutions, channels last).
+    return [Entry(name, r.view("HI"), r.unit, "HI") for r, name in records] + buffers
 
 
 def _states(opt: torch.optim.Optimizer | None, names: dict[Tensor, str]) -> list[Entry]:
@@ -214,9 +203,8 @@ def _states(opt: torch.optim.Optimizer | None, names: dict[Tensor, str]) -> list
         found = []
         for _, _, p in sorted((p._mt.unit, p._mt.index, p) for p, s in opt.state.items() if s):
             r, name = p._mt, names[p]
-            found += [_entry(r, plane, f"{name}.{key}") for key, plane in moment_planes(r).items()]
-            if plane := follows(r):
-                found.append(_entry(r, plane, f"{name}.{MASTERS[plane]}"))
+            planes = moment_planes(r) | ({MASTERS[plane]: plane} if (plane := follows(r)) else {})
+            found += [Entry(f"{name}.{key}", r.view(plane), r.unit, plane) for key, plane in planes.items()]
         return found
     return [Entry(f"{names[p]}.{key}", plain(t).to("cpu", copy=True).contiguous())
             for p, s in opt.state.items() for key, t in s.items() if isinstance(t, Tensor) and t.dim() > 0]
@@ -225,9 +213,8 @@ def _states(opt: torch.optim.Optimizer | None, names: dict[Tensor, str]) -> list
 def held_by(files: list[TensorFile]) -> list[tuple[int, int]]:
     """(unit, planes) of all that is in them."""
     planes: dict[int, int] = {}
-    for e in (e for f in files for e in f.entries):
-        if e.unit >= 0:
-            planes[e.unit] = planes.get(e.unit, 0) | 1 << _core.PLANES[e.plane]
+    for e in (e for f in files for e in f.entries if e.unit >= 0):
+        planes[e.unit] = planes.get(e.unit, 0) | 1 << _core.PLANES[e.plane]
     return sorted(planes.items())
 
 
@@ -267,19 +254,19 @@ def _beside(model: nn.Module, files: list[TensorFile]) -> dict[str, bytes]:
         return found
     own = [f for f in files if not f.name.startswith("states")]
     if [f.name for f in own] != [ALONE]:
-        index = {"metadata": {"total_size": sum(e.nbytes for f in own for e in f.entries)},
+        index = {"metadata": {"total_size": sum(e.memory.nbytes for f in own for e in f.entries)},
                  "weight_map": {e.name: f.name for f in own for e in f.entries}}
         found[INDEX] = json.dumps(index, indent=1, sort_keys=True).encode()
-    for name, config in zip(OWN_FILES, (getattr(model, "config", None), getattr(model, "generation_config", None))):
-        if hasattr(config, "to_json_string"):
-            is_models = config is getattr(model, "config", None)
-            if is_models:                    # as save_pretrained writes it, which notes the class and the type first
-                config.architectures = [type(model).__name__]
-                config.dtype = str(model.dtype).split(".")[1]
-            text = config.to_json_string(use_diff=True)
-            if is_models and (said := quantization_of(model)) is not None:
-                text = json.dumps(json.loads(text) | {"quantization_config": said}, indent=2, sort_keys=True) + "\n"
-            found[name] = text.encode()
+    config, generation = getattr(model, "config", None), getattr(model, "generation_config", None)
+    if hasattr(config, "to_json_string"):
+        config.architectures = [type(model).__name__]        # as save_pretrained notes class and type first
+        config.dtype = str(model.dtype).split(".")[1]
+        text = config.to_json_string(use_diff=True)
+        if (said := quantization_of(model)) is not None:
+            text = json.dumps(json.loads(text) | {"quantization_config": said}, indent=2, sort_keys=True) + "\n"
+        found["config.json"] = text.encode()
+    if hasattr(generation, "to_json_string"):
+        found["generation_config.json"] = generation.to_json_string(use_diff=True).encode()
     return found
 
 
@@ -297,8 +284,10 @@ def _has_its_names(model: nn.Module) -> bool:
 def kind_of(opt: torch.optim.Optimizer | None) -> str | None:
     """Package and class of an optimizer: several packages have an AdamW."""
     kind = type(opt)
-    if opt is None or kind is AdamW:
-        return None if opt is None else OURS
+    if opt is None:
+        return None
+    if kind is AdamW:
+        return OURS
     package = kind.__module__.partition(".")[0]
     return f"{'torch.optim' if package == 'torch' else package}.{kind.__name__}"
 

@@ -305,29 +305,28 @@ class _Loading:
     # ---- a unit at a time ----
 
     def unit(self, records: list[Record]) -> None:
-        planes, reads = self.rt.planes, Reads(self.source)
-        planes.before_write(records[0])
-        planes.own_states(records[0])
-        parts = [part for r in records for part in self._record(r, self.names[r.param], reads)]
-        for part in parts:                   # up to its yield it says what is to be read
-            next(part)
+        opt, reads = self.opt, Reads(self.source)
+        records[0].before_write()
+        records[0].own_states()
+        readers: list[Iterator[None]] = []
+        for r in records:
+            name = self.names[r.param]
+            saved = self.saved[name]
+            stepped = self.ours and "step" in saved
+            mastered = stepped or (opt is not None and "step" in saved and r.dtype == torch.float32)
+            readers.append(self._weights(r, name, reads, saved["master"] if mastered else ""))
+            if stepped:
+                opt._begin_state(r.param, r)
+                opt.state[r.param]["step"].fill_(float(saved["step"]))
+                readers.append(self._moments(r, name, reads))
+            elif self.ours:
+                opt.state.pop(r.param, None)
+        for reader in readers:               # up to its yield it says what is to be read
+            next(reader)
         reads.go()
-        for part in parts:
-            next(part, None)
+        for reader in readers:
+            next(reader, None)
         self.rt.homes.take(records[0].unit)
-
-    def _record(self, record: Record, name: str, reads: Reads) -> list[Iterator[None]]:
-        saved, opt = self.saved[name], self.opt
-        stepped = self.ours and "step" in saved
-        mastered = stepped or (opt is not None and "step" in saved and record.dtype == torch.float32)
-        parts = [self._weights(record, name, reads, saved["master"] if mastered else "")]
-        if stepped:
-            opt._begin_state(record.param, record)
-            opt.state[record.param]["step"].fill_(float(saved["step"]))
-            parts.append(self._moments(record, name, reads))
-        elif self.ours:
-            opt.state.pop(record.param, None)
-        return parts
 
     def _moments(self, record: Record, name: str, reads: Reads) -> Iterator[None]:
         keys, values = MOMENTS if self.body["states"] == "fp32" else CODES, {}
@@ -341,7 +340,7 @@ class _Loading:
         yield
         if values:
             load_moments(record, values)
-        self.rt.planes.push(record, *record.moments)
+        record.push(*record.moments)
 
     def _read_own(self, record: Record, stored: Stored, memory: Tensor, reads: Reads, others: Sequence[int] = ()
                   ) -> None:
@@ -359,7 +358,7 @@ class _Loading:
 
     def _weights(self, record: Record, name: str, reads: Reads, master: str) -> Iterator[None]:
         """master: the plane that it was saved from; "": the weight is its own."""
-        stored, planes, ranks = self.source.tensors[name], self.rt.planes, self.rt.ranks
+        stored, ranks = self.source.tensors[name], self.rt.ranks
         extra = self.source.states[f"{name}.{MASTERS[master]}"] if master else None
         low = self.body["low_bytes"] if master == "LO" else 0
         alike = master and low in (0, record.low_bytes) and record.dtype == stored.dtype
@@ -370,9 +369,9 @@ class _Loading:
             if master:
                 self._read_own(record, extra, plane, reads)
             yield
-            planes.after_write(record)
+            record.after_write()
             if master:
-                planes.push(record, master)
+                record.push(master)
                 record.master_writes = record.writes
             return
         # From other types, or another order in memory: by way of fp32, which all of them fit into.
@@ -380,7 +379,7 @@ class _Loading:
         yield
         if not weight.is_floating_point() or not (master or record.low_bytes or record.dtype == torch.float16):
             record.host.copy_(weight)
-            planes.after_write(record)
+            record.after_write()
             return
         value = rest if master == "MASTER" else weight.to(torch.float32)
         if master == "LO":

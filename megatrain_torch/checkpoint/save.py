@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,14 +125,14 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
     saving = Saving(rt, Path(folder).absolute(), progress)
     rt.finish_save()
     randoms, when = zip(*saving._each((random_states(), asynchronous)))
-    with saving._as_one():
+    with as_one(saving._ranks):              # what fails in one process fails in all
         if len(set(when)) > 1:
             raise MegatrainError(f"asynchronous={list(when)}, by rank: it has to be the same on all")
         _check(rt, model, opt)
         parts = parts_of(rt, model, opt, scheduler, extra, list(randoms), FILE_BYTES)
         unchanged = parts.unchanged(rt.saved_files, saving.folder)
     linked = set.intersection(*saving._each(unchanged))
-    with saving._as_one():
+    with as_one(saving._ranks):
         left, need = parts.without(linked)
         room = _room(rt, saving.folder, need, held_by(left), parse_bytes(spare, "spare"), asynchronous)
         if dry_run:
@@ -248,22 +248,18 @@ class Saving:
 
     # ---- this process, or all that train the model ----
 
-    def _as_one(self) -> AbstractContextManager[None]:
-        """What fails in one fails in all."""
-        return as_one(self._ranks)
-
     def _each(self, own: Any) -> list[Any]:
         """What each has, by rank."""
         return [own] if self._ranks is None else self._ranks.gather(own)
 
     def _draft(self) -> Any:
         """A folder beside the one that it will be, made by the first."""
-        with self._as_one():
+        with as_one(self._ranks):
             own = None if self._part else manifest.Draft(self.folder)
         if self._ranks is None:
             return own
         path = self._ranks.control.of_first(None if own is None else own.path)
-        with self._as_one():
+        with as_one(self._ranks):
             if not path.is_dir():
                 raise MegatrainError(f"{path}, which the first process has made, is not seen on this machine: folders "
                                      "of checkpoints are on a file system that all machines have")
@@ -284,7 +280,7 @@ class Saving:
             located = [f.located(draft.path) for f in files]
             asked_for = True
             for first in (True, False)[:self._parts]:        # who makes the files, before the others
-                with self._as_one():
+                with as_one(self._ranks):
                     if first == (self._part == 0):
                         rt.core.save_begin([where for where, _ in located], held_by(files), spare, COPIERS, WRITERS,
                                            self._part, self._parts)
@@ -318,13 +314,13 @@ class Saving:
         """files: of the parts' those that are to be written."""
         body = parts.body
         try:
-            with self._as_one():
+            with as_one(self._ranks):
                 self._follow(core)
                 own = core.save_end()
             # Of each file all blocks' sums: each process has those of its own, and zeros.
             for f, sums in zip(files, zip(*self._each(own))):
                 body["files"][f.name] = {"bytes": f.nbytes, "sums": bytes(map(max, zip(*sums))).hex()}
-            with self._as_one():
+            with as_one(self._ranks):
                 if self._part == 0:
                     for name, data in parts.small.items():
                         manifest.write(draft.path / name, data)

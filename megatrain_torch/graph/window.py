@@ -292,7 +292,7 @@ class Window:
             torch.set_autocast_cache_enabled(cached_casts)
         for (r, t), version in zip(bound.items(), versions):
             if t._version != version:                    # the forward changed its weights in place
-                r.runtime.planes.keep_write(r, t)
+                r.keep_write(t)
                 self.runtime.forget_reads()              # they are read anew
         return self.runtime.ring.own_outputs(out)
 

@@ -19,7 +19,7 @@ from .. import _core
 from ..base.codes import KNOWN, coded, format_of, strands_of
 from ..base.errors import MegatrainError, check_count
 from ..base.limits import parse_bytes
-from ..base.modes import DISK, HOMES, MODES, check_products, check_products_on, check_states
+from ..base.modes import DISK, HOMES, MODES, check_products, check_states
 from ..base.testing import Doors, opened
 from ..base.units import Group, usual_experts
 from ..plans import planner
@@ -162,8 +162,7 @@ def choose(module: nn.Module, where: torch.device, limits: Limits, tokens: int |
     plan counts instead of the plan's. Raises: some do not go together, or mean nothing; or no plan fits."""
     if products is None:
         products = plan.products if isinstance(plan, Plan) else "bf16"
-    check_products(products, compute)
-    check_products_on(products, where)
+    check_products(products, compute, where)
     compute, given = "fused" if products == "fp8" else compute, plan
     vram, disk, fleet = limits.vram, limits.disk, limits.fleet
     if tokens is not None or seq is not None:
@@ -173,7 +172,7 @@ def choose(module: nn.Module, where: torch.device, limits: Limits, tokens: int |
             raise MegatrainError("tokens= and seq= go together: tokens of a training step, in sequences of seq")
         given = planner.plan(module, machine=None if where.type == "cuda" else "cpu", tokens=tokens, seq=seq,
                              vram=vram, host=limits.host, states=states or "fp32", compute=compute, products=products,
-                             dtype=dtype, units=limits.units, nvme=None if disk is None else disk.as_given(),
+                             dtype=dtype, units=limits.units, nvme=disk,
                              gpus=fleet.gpus, machines=fleet.machines)
     if disk is not None:
         disk.room()                          # refuses a directory that is not there

@@ -25,8 +25,9 @@ from ..group.ranks import Ranks, as_one
 from ..plans.planner import Plan
 from ..plans.tally import SETTLED, Asked
 from ..store import gradient
+from ..store.arrivals import Arrivals
 from ..store.disk import BAYS, BUFFER_BYTES, BUFFERS, SPILLED, THREADS, Disk, file_bytes
-from ..store.planes import Arrivals, mask
+from ..store.records import mask
 
 if TYPE_CHECKING:
     from .ring import Slot

@@ -29,12 +29,11 @@ from ..fused.layer import template_of, wanted
 from ..graph import hf_calls
 from ..graph.door import Installed, method_of
 from ..graph.window import Window
-from ..optim import hooks
-from ..optim.adamw import AdamW
+from ..optim.adamw import watch_steps
 from ..store import gradient
 from ..store.guard import HostTensor, StreamedParameter
 from ..store.records import Record
-from ..store.state import BoundParameters, Given, HostBuffers
+from ..store.state import BoundParameters, HostBuffers
 from ..store.whole import keep_in_sight
 from .runtime import find_runtime, runtimes
 
@@ -50,7 +49,7 @@ def install(rt: Runtime, root: nn.Module, found: Found, modes: str | dict[str, s
     patches.hold(rt)
     patches.once("registrations", _count_registrations)
     keep_in_sight(format for _, _, _, format in coded(root))
-    hooks.watch(AdamW)
+    watch_steps()
     patches.once("Module.load_state_dict", _refuse_assign)
     patches.once("DistributedDataParallel", _patch_ddp)
     # Records of a parameter: of a weight of codes its strands', else one.
@@ -247,7 +246,7 @@ def _put_later(rt: Runtime, root: nn.Module) -> Iterator[tuple[str, nn.Parameter
         records = m._parameters.records if isinstance(m._parameters, BoundParameters) else {}
         for name, p in m._parameters.items():
             # What functional_call has put in the places of parameters is no parameter of the model's.
-            if p is None or (type(records.get(name)) is Given and not isinstance(p, nn.Parameter)):
+            if p is None or (records.get(name, p) is None and not isinstance(p, nn.Parameter)):
                 continue
             if (other := getattr(p, "_mt", None)) is None or other.runtime is not rt:
                 yield f"{prefix}.{name}".lstrip("."), p, name in records or other is not None

@@ -41,6 +41,7 @@ from ..store.state import in_backward, paused
 from .homes import keep, move
 
 if TYPE_CHECKING:
+    from ..store.disk import Disk
     from .choices import Limits
     from .runtime import Runtime
 
@@ -454,12 +455,12 @@ class Planning:
                 more += kept[0] - kept[1]
         return dataclasses.replace(found, activations=before) if more <= SLACK else found
 
-    def _drive(self) -> dict[str, Any] | None:
+    def _drive(self) -> Disk | None:
         """The user's directory. None: there is none, or states are in memory already, and cannot go to a file."""
         rt, disk = self.runtime, self.limits.disk
         planes = (*PLANES_OF["masters"], *PLANES_OF["moments"])
         made = not rt.homes.on_disk and any(rt.core.host_bytes(PLANES[p]) for p in planes)
-        return None if disk is None or made else disk.as_given()
+        return None if made else disk
 
     def _limit(self) -> int:
         """Bytes of the device that this process may have."""

@@ -29,7 +29,6 @@ from ..plans.planner import Plan, own_code
 from ..plans.room import Room
 from ..plans.shapes import attends
 from ..store.guard import take_back
-from ..store.planes import Planes
 from ..store.records import Record
 from ..store.state import LazyParameter, enter, in_backward, leave
 from ..store.whole import Whole
@@ -67,6 +66,7 @@ class Runtime:
         self.root, self.device, self.core, self.room, self.compute = weakref.ref(root), device, core, room, compute
         self.products, self.is_cuda = products, device.type == "cuda"
         self.ranks = ranks                                   # that stream it together; None: this process is alone
+        self.apart = ranks is not None and ranks.apart       # on several machines, each of which has a part
         self.records: list[Record] = []                      # of all parameters
         self.units: list[list[Record]] = []
         self.unit_names: list[str] = []
@@ -103,7 +103,6 @@ class Runtime:
         self.swap, self.expansions, self.delivery = Swap(own), Expansions(), Delivery(own)
         self.ring = Ring(own)
         self.homes = Homes(own, core, 1 if ranks is None else len(ranks.mates))
-        self.planes = Planes(core, self.homes, own, room, ranks is not None, ranks is not None and ranks.apart)
         self.keeps = Keeps(own)
 
     def __del__(self) -> None:
@@ -235,7 +234,8 @@ class Runtime:
         """What the user changed on parameters: values, and requires_grad."""
         params = [r.param for r in self.records]
         take_back(p for p in params if p is not None)        # of a step that broke off
-        self.planes.notice_writes(self.records)
+        for r in self.records:
+            r.notice_write()
         # A pass that records nothing need not know what is trained: adapters are switched for it, and back before the
         # backward of another.
         if not self._windows_know or torch.is_grad_enabled():

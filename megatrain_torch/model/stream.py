@@ -186,7 +186,7 @@ def unstream(module: nn.Module) -> nn.Module:
     root = rt.root()
     if root is not module:
         raise MegatrainError("unstream the model that was given to mt.stream, not a part of it")
-    alone = rt.homes.settled or rt.homes.on_disk or rt.planes.apart          # others read what this one alone has
+    alone = rt.homes.settled or rt.homes.on_disk or rt.apart          # others read what this one alone has
     ranks = rt.ranks if alone else None
     with as_one(ranks):
         if rt.ranks is not None:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import math
 import numbers
@@ -9,40 +10,25 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.optim import optimizer as torchs
 
+from ..base import patches
 from ..base.errors import MegatrainError
 from ..base.modes import check_states
 from ..store import gradient
-from ..store.guard import StreamedParameter, guard, plain
+from ..store.guard import StreamedParameter, guard, plain, take_back
 from ..store.records import DTYPES, Record
 from ..store.state import in_backward
-from . import hooks
-from .states import (
-    CODES,
-    MOMENTS,
-    Late,
-    StoreStates,
-    addresses,
-    apart,
-    check_state,
-    check_used,
-    count_of,
-    decoded,
-    fill,
-    follow_weight,
-    load_moments,
-    load_other,
-    master,
-    moment_planes,
-    set_master,
-    source_of,
-    stand_there,
-    step_other,
-)
+from . import states as stored
+from .states import CODES, MOMENTS, Late
+
+if TYPE_CHECKING:
+    from ..model.runtime import Runtime
 
 REFUSED = ("amsgrad", "differentiable", "capturable")       # of torch's AdamW
 RESULTS_KEPT = 64       # of an engine's updates that may be unread before the oldest is asked for; it keeps 128
@@ -66,19 +52,12 @@ def _check_limit(max_grad_norm: float | None, in_backward: bool) -> None:
         raise MegatrainError("AdamW: in_backward=True cannot clip: the norm is known only when backward ends")
 
 
-class _Handed:
-    """Updates handed to one model's engine; what became of them is known when their gradients are home."""
+class _Handed(NamedTuple):
+    """Updates handed to one model's engine."""
 
-    def __init__(self, runtime: Any, ticket: int, steps: list[Tensor]) -> None:
-        """steps: counts that took this update for done; of a skipped one they are taken back."""
-        self.runtime, self.ticket, self.steps = runtime, ticket, steps
-        self._found: tuple[float, int] | None = None
-
-    def result(self) -> tuple[float, int]:
-        """(norm before clipping, units skipped); waits for the gradients."""
-        if self._found is None:
-            self._found = self.runtime.core.norm(self.ticket)
-        return self._found
+    runtime: Runtime
+    steps: list[Tensor]         # counts that took this update for done; of a skipped one they are taken back
+    result: Callable[[], tuple[float, int]]     # norm before clipping, units skipped; waits for the gradients
 
 
 # What is asked of an engine for one parameter: its record, its step count, and the item as Engine.adam takes it.
@@ -172,7 +151,7 @@ class AdamW(torch.optim.Optimizer):
             thread.start()
             thread.join()
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize))
-        hooks.clips(AdamW)
+        _take_clipping()
 
     def _ask_for_room(self) -> None:
         """Refuses before planes are made that do not fit."""
@@ -227,21 +206,25 @@ class AdamW(torch.optim.Optimizer):
                 step before this one was skipped. in_backward=True, and a gradient or its group changed after its
                 update. What was written to `state` or `param_groups` cannot be used.
         """
-        hooks.clips(AdamW)
+        _take_clipping()
         _check_limit(self.max_grad_norm, self._in_backward)
         self._check_served()
         self._adopt()
         with contextlib.ExitStack() as doors:            # a thread that evaluates sees weights of one step
-            for rt in sorted(self._served, key=lambda rt: rt.records[0].pid):    # in one order in all threads
+            for rt in self._in_order():
                 doors.enter_context(rt.door.held(in_backward()))
             return self._step(closure)
+
+    def _in_order(self) -> list[Runtime]:
+        """Models it serves, in one order in all threads and processes: they wait for one another."""
+        return sorted(self._served, key=lambda rt: rt.records[0].pid)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         for rt in self._served:
             rt.handover.broken_off()
         self._catch_up()                     # waits for the gradients of the step before, not for its updates
         self._take_states()
-        fill(self._late)                     # somebody may hold it: from here on `_norm` is this step's
+        _fill(self._late)                    # somebody may hold it: from here on `_norm` is this step's
         self._late, self._asked = self._asked, None
         self._steps += 1
         complaint, self._complaint = self._complaint, ""
@@ -262,7 +245,7 @@ class AdamW(torch.optim.Optimizer):
         for rt in {h.runtime for h in self._handed}:
             rt.homes.arrivals.stepped()
             rt.handover.unstepped = False
-        for rt in sorted(self._served, key=lambda rt: rt.records[0].pid):        # in the same order in all processes
+        for rt in self._in_order():
             if rt.planning is not None:
                 rt.planning.stepped()
             if rt.exchange is not None:
@@ -272,7 +255,7 @@ class AdamW(torch.optim.Optimizer):
     def _step_all(self, limit: float) -> None:
         if not any(self.state.values()):
             self._ask_for_room()              # the gradients have come since
-        streamed: dict[Any, dict[int, list[Work]]] = {}      # by runtime and unit
+        streamed: dict[Runtime, dict[int, list[Work]]] = {}      # by runtime and unit
         others: list[tuple[Tensor, dict[str, Any]]] = []     # with their groups
         for group in self.param_groups:
             numbers = _numbers(group)
@@ -287,13 +270,14 @@ class AdamW(torch.optim.Optimizer):
         for rt in {h.runtime for h in self._handed}:
             rt.core.kick(rt.stream())
         for p, group in others:
-            step_other(p, self.state[p], group)
+            stored.step_other(p, self.state[p], group)
 
-    def _hand(self, rt: Any, units: list[tuple[int, list[Work]]], limit: float) -> _Handed:
+    def _hand(self, rt: Runtime, units: list[tuple[int, list[Work]]], limit: float) -> _Handed:
         """Submits updates; from here on they count as steps."""
         for u, _ in units:
             if u in rt.homes.filed:                # what is updated there is not what was written here
-                rt.planes.notice_writes(rt.units[u])
+                for r in rt.units[u]:
+                    r.notice_write()
         rt.homes.arrivals.bring(u for u, _ in units)
         steps = [step for _, works in units for _, step, _ in works]
         ticket = rt.core.adam([(u, [item for _, _, item in works]) for u, works in units], limit, rt.stream())
@@ -304,7 +288,7 @@ class AdamW(torch.optim.Optimizer):
             r.version = r.host._version
         with torch._C.DisableTorchFunctionSubclass():        # counts without a look at what becomes of the updates
             torch._foreach_add_(steps, 1)
-        return _Handed(rt, ticket, steps)
+        return _Handed(rt, steps, functools.cache(functools.partial(rt.core.norm, ticket)))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. With set_to_none waits for nothing but a norm that was asked for and not stepped with; else for
@@ -312,7 +296,7 @@ class AdamW(torch.optim.Optimizer):
         for rt in self._served:
             rt.handover.broken_off()
         if self._asked is not None:          # a batch that is dropped, its limit too
-            fill(self._asked)
+            _fill(self._asked)
             self._asked, self._limit_once = None, math.inf
         gradient.clear((p for group in self.param_groups for p in group["params"]), set_to_none)
 
@@ -359,12 +343,12 @@ class AdamW(torch.optim.Optimizer):
         self._skipped += not self._complaint         # once a step
         self._complaint = f"step skipped: the global gradient norm was {self._norm}; weights and states are as before"
 
-    # ---- a limit that is given with each step: see hooks.py ----
+    # ---- a limit that is given with each step: _take_clipping ----
 
     def clips_alone(self, params: list[Tensor]) -> bool:
         """Are these parameters' gradients all that the next step() uses, weighed by one engine and not clipped yet?"""
         if self._asked is not None:
-            fill(self._asked)
+            _fill(self._asked)
             if not self._in_backward:
                 return False
         mine = {p for g in self.param_groups for p in g["params"]}
@@ -391,9 +375,7 @@ class AdamW(torch.optim.Optimizer):
             if self._steps == steps:           # before any step: of what was updated in backward, else on the host
                 if self._early:
                     return math.hypot(*(h.result()[0] for h in self._early))
-                grads = [_peek(p) for g in self.param_groups for p in g["params"]]
-                return math.hypot(*(torch.linalg.vector_norm(g, dtype=torch.float64).item()
-                                    for g in grads if g is not None))
+                return _norm(_grads(p for g in self.param_groups for p in g["params"]))
             self._catch_up()                   # the step was just the next: a later one takes the norm before it begins
             return self._norm or 0.0
 
@@ -413,8 +395,8 @@ class AdamW(torch.optim.Optimizer):
 
     def _clip_here(self, params: list[Tensor]) -> bool:
         """Waits for gradients, and clips them in place by their global norm, in fp64. False: it is not finite."""
-        grads = [_peek(p) for p in params]
-        here = math.hypot(*(torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in grads))
+        grads = _grads(params)
+        here = _norm(grads)
         self._norm = math.hypot(here, *(h.result()[0] for h in self._handed))
         if not math.isfinite(here):
             self._note_skipped()
@@ -433,7 +415,7 @@ class AdamW(torch.optim.Optimizer):
         """What the engine is asked for. passing: the gradient is on its way, and kept nowhere."""
         record: Record = p._mt
         if record.pid in self._done:
-            check_used(record)
+            stored.check_used(record)
             if numbers != self._done[record.pid]:
                 raise MegatrainError(f"{record.name}: its group's lr, betas, eps, weight_decay or maximize changed "
                                      "after its update in backward: with in_backward=True they are set before it")
@@ -447,7 +429,7 @@ class AdamW(torch.optim.Optimizer):
             raise MegatrainError(f"{record.name}: AdamW trains fp32, bf16 and fp16 parameters, not {record.dtype}")
         rt, state = record.runtime, self.state.get(p)
         if record.host._version != record.version:
-            rt.planes.after_write(record)
+            record.after_write()
         if not state:
             state = self._begin_state(p, record)
         elif record.optimizer is None:
@@ -456,34 +438,37 @@ class AdamW(torch.optim.Optimizer):
         elif record.optimizer() is not self:
             raise MegatrainError(f"{record.name}: its AdamW states belong to another mt.AdamW by now; "
                                  "use one optimizer")
-        follow_weight(record)
+        stored.follow_weight(record)
         record.exact, record.master_writes = None, record.writes
         if not passing and record.unit in rt.homes.passing:
             raise MegatrainError(f"{record.name}: it has a .grad of its own, and plan={{'grads': 'none'}} has no place "
                                  "for one: no hooks on the parameter, no arithmetic on it outside of the model")
-        address, changed = (0, record.written) if passing or late else source_of(record)
+        address, changed = (0, record.written) if passing or late else stored.source_of(record)
         *usual, maximize = numbers
         step = state["step"]
-        return record, step, (record.index, *usual, count_of(step, record.name) + 1, maximize, address,
+        return record, step, (record.index, *usual, stored.count_of(step, record.name) + 1, maximize, address,
                               DTYPES[record.dtype], int(changed), self._keys[p])
 
-    def _begin_state(self, p: StreamedParameter, record: Record, keep: bool = False) -> StoreStates:
+    def _begin_state(self, p: StreamedParameter, record: Record, keep: bool = False) -> stored.StoreStates:
         """States over new planes, which are zero; keep: with the moments that are in them."""
         record.runtime.states_chosen = True
         self._served.add(record.runtime)
         there = self.state.get(p)
-        if isinstance(there, StoreStates) and there.record is record:        # somebody may hold it
-            there.reset()
+        if isinstance(there, stored.StoreStates) and there.record is record:        # somebody may hold it
+            there.clear()
+            there.update(there.own)
+            there.own["step"].zero_()
         else:
-            moments = {name: guard(record.view(plane), record) for name, plane in moment_planes(record).items()}
+            moments = {name: guard(record.view(plane), record)
+                       for name, plane in stored.moment_planes(record).items()}
             step = Late.of(weakref.WeakMethod(self._catch_up))
-            there = self.state[p] = StoreStates(record, {"step": step, **moments})
+            there = self.state[p] = stored.StoreStates(record, {"step": step, **moments})
         if record.optimizer is not None and not keep:
-            record.runtime.planes.wait_used(record)
-            record.runtime.planes.own_states(record)
+            record.wait_used()
+            record.own_states()
             for plane in record.moments:
                 record.view(plane).zero_()
-            record.runtime.planes.push(record, *record.moments)
+            record.push(*record.moments)
         record.optimizer = weakref.ref(self)
         return there
 
@@ -492,10 +477,10 @@ class AdamW(torch.optim.Optimizer):
         """What was put into self.state in the place of the store's own, tensors or whole dicts, is copied into the
         store. Raises MegatrainError where a moment is missing, or of another shape, or the count is no number."""
         put = [p for p, s in self.state.items() if isinstance(p, StreamedParameter) and s
-               and p._mt.runtime in self._served and not (isinstance(s, StoreStates) and s.record is p._mt
+               and p._mt.runtime in self._served and not (isinstance(s, stored.StoreStates) and s.record is p._mt
                                                           and all(s.get(name) is t for name, t in s.own.items()))]
         if put:
-            self._load([(p, check_state(p._mt.name, p.shape, self.state[p]), self._keys[p]) for p in put])
+            self._load([(p, stored.check_state(p._mt.name, p.shape, self.state[p]), self._keys[p]) for p in put])
 
     # ---- updating inside backward ----
 
@@ -568,7 +553,8 @@ class AdamW(torch.optim.Optimizer):
             if isinstance(p, StreamedParameter) and s:
                 below = p._mt.low_bytes or p._mt.dtype == torch.float16
                 number, key = index[id(p)], self._keys[p]        # they differ where it was put into a group
-                out["state"][number] = {**s, "step": plain(s["step"]), **({"master": master(p)} if below else {}),
+                out["state"][number] = {**s, "step": plain(s["step"]),
+                                        **({"master": stored.master(p)} if below else {}),
                                         **({"key": key} if key != number else {})}
         return out
 
@@ -584,10 +570,11 @@ class AdamW(torch.optim.Optimizer):
             raise MegatrainError("AdamW: this parameter has no states here yet: step() makes them")
         if not isinstance(p, StreamedParameter):
             return tuple(self.state[p][name].to(torch.float32, copy=True) for name in MOMENTS)
-        p._mt.runtime.planes.wait_used(p._mt)
-        p._mt.runtime.planes.bring_states(p._mt)
-        found = {name: p._mt.view(plane) for name, plane in moment_planes(p._mt).items()}
-        return decoded(p.shape, p._mt.stride, found) if CODES[0] in found else tuple(t.clone() for t in found.values())
+        p._mt.wait_used()
+        p._mt.bring_states()
+        found = {name: p._mt.view(plane) for name, plane in stored.moment_planes(p._mt).items()}
+        return stored.decoded(p.shape, p._mt.stride, found) if CODES[0] in found else \
+            tuple(t.clone() for t in found.values())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a state_dict of mt.AdamW, of any `states`, or of torch.optim.AdamW into the store.
@@ -612,26 +599,25 @@ class AdamW(torch.optim.Optimizer):
         """States of parameters, with their keys. What of them lies in planes is copied before any of these is
         written."""
         known = {*self.state, *(p for g in self.param_groups for p in g["params"])}
-        planes = {at for p in known if isinstance(p, StreamedParameter) for at in addresses(p._mt)}
-        for p, values, key in [(p, apart(p, values, planes), key) for p, values, key in given]:
+        planes = {at for p in known if isinstance(p, StreamedParameter) for at in stored.addresses(p._mt)}
+        for p, values, key in [(p, stored.apart(p, values, planes), key) for p, values, key in given]:
             if not isinstance(p, StreamedParameter):
-                self.state[p] = load_other(p, values)
+                self.state[p] = stored.load_other(p, values)
                 continue
-            record, there = p._mt, stand_there(p._mt, values)
-            count = count_of(values["step"], record.name)
+            record, there = p._mt, stored.stand_there(p._mt, values)
+            count = stored.count_of(values["step"], record.name)
             self._begin_state(p, record, keep=there)
             self.state[p]["step"].fill_(count)
             if not there:
-                load_moments(record, values)
-                record.runtime.planes.push(record, *record.moments)
+                stored.load_moments(record, values)
+                record.push(*record.moments)
             self._keys[p] = key
             if "master" in values:
-                set_master(p, values["master"])
+                stored.set_master(p, values["master"])
 
-    def _runtimes(self) -> list[Any]:
-        found = {id(p._mt.runtime): p._mt.runtime for g in self.param_groups for p in g["params"]
-                 if isinstance(p, StreamedParameter)}
-        return list(found.values())
+    def _runtimes(self) -> list[Runtime]:
+        return list(dict.fromkeys(p._mt.runtime for g in self.param_groups for p in g["params"]
+                                  if isinstance(p, StreamedParameter)))
 
 
 def _numbers(group: dict[str, Any]) -> tuple[float, ...]:
@@ -641,5 +627,70 @@ def _numbers(group: dict[str, Any]) -> tuple[float, ...]:
             int(group["maximize"]))
 
 
-def _peek(p: Tensor) -> Tensor | None:
-    return gradient.peek(p._mt) if isinstance(p, StreamedParameter) else p.grad
+def _grads(params: Iterable[Tensor]) -> list[Tensor]:
+    """Those that there are, for reading on the host; waits for them."""
+    found = [gradient.peek(p._mt) if isinstance(p, StreamedParameter) else p.grad for p in params]
+    return [g for g in found if g is not None]
+
+
+def _norm(grads: list[Tensor]) -> float:
+    return math.hypot(*(torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in grads))
+
+
+def _fill(norm: weakref.ref[Late] | None) -> None:
+    """Its value is there from now on, if somebody has it."""
+    if norm is not None and (alive := norm()) is not None:
+        alive.settle()
+
+
+# ---- other people's code, for as long as a model is streamed ----
+
+def _take_clipping() -> None:
+    """Once accelerate is imported, a clip_grad_norm_ of its own over the gradients of one prepared mt.AdamW passes the
+    limit on to the next step, and its norm is a tensor that waits when it is read. torch's, which else runs, would read
+    all gradients on the host in every step, multiply them there, and have the caller wait for both; Trainer calls it
+    for the norm alone too."""
+    cls = getattr(sys.modules.get("accelerate"), "Accelerator", None)
+    if cls is None:
+        return
+    own = cls.clip_grad_norm_
+
+    @functools.wraps(own)
+    def clip_grad_norm_(self: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        optimizers = [o.optimizer for o in self._optimizers]
+        # Is it certain which optimizer makes the next step?
+        certain = len(optimizers) == 1 and self.sync_gradients and self.scaler is None
+        if norm_type == 2 and max_norm > 0 and certain and isinstance(optimizers[0], AdamW) \
+                and optimizers[0].clips_alone(parameters):
+            return optimizers[0].clip_next(float(max_norm))
+        return own(self, parameters, max_norm, norm_type)
+
+    patches.once("Accelerator.clip_grad_norm_", lambda: patches.replaced(cls, "clip_grad_norm_", clip_grad_norm_))
+
+
+def watch_steps() -> None:
+    """Another's optimizer gets ordinary parameters to write as it likes, which are streamed again behind its step."""
+    before = _disable_dynamo(_before_step)               # a step that is compiled traces its hooks too
+    behind = _disable_dynamo(lambda optimizer, *_: take_back([p for g in optimizer.param_groups for p in g["params"]]))
+    patches.once("before optimizers' steps", lambda: torchs.register_optimizer_step_pre_hook(before).remove)
+    patches.once("behind optimizers' steps", lambda: torchs.register_optimizer_step_post_hook(behind).remove)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if isinstance(optimizer, AdamW):
+        return
+    params = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, StreamedParameter)]
+    if type(optimizer).__module__.startswith("torch.optim."):
+        # States that were moved to a device come back; other people's optimizers may have theirs there on purpose.
+        for states in [found for p in params if (found := optimizer.state.get(p))]:
+            for name, value in states.items():
+                if isinstance(value, Tensor) and not value.is_cpu:
+                    states[name] = value.to("cpu")
+    if any(a is not None for a in (*args[1:], *kwargs.values())):        # its closure runs the model
+        return
+    for p in params:
+        if type(p) is StreamedParameter and (grad := p.grad) is not None:       # which is there from now on
+            del grad
+            p._mt.before_write()
+            p.__class__ = torch.nn.Parameter

@@ -16,12 +16,14 @@ from torch import Tensor
 from .. import _core
 from ..base.errors import MegatrainError
 from ..base.modes import GROUP
+from ..base.strict import shown
 from ..store import gradient
 from ..store.guard import StreamedParameter, plain, values_of
 from ..store.records import Record, dense_stride
 
 MOMENTS = ("exp_avg", "exp_avg_sq")                           # names in the state, by plane: fp32
 CODES = ("exp_avg_codes", "exp_avg_sq_codes", "scales")       # 8 bits
+STEPS = 1 << 53                                               # more than this an fp64 does not count
 
 
 # ---- numbers that are known when a step's gradients have landed ----
@@ -69,18 +71,13 @@ class Late(Tensor):
         return plain(self).clone()
 
 
-def fill(norm: weakref.ref[Late] | None) -> None:
-    """Its value is there from now on, if somebody has it."""
-    if norm is not None and (alive := norm()) is not None:
-        alive.settle()
-
-
 def count_of(step: Any, name: str) -> int:
     """state["step"] as a number, whatever somebody wrote there. Raises MegatrainError if it is no number of steps."""
     with torch._C.DisableTorchFunctionSubclass():
         value = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
-    if not isinstance(value, (int, float)) or not 0 <= value < 1 << 53 or value != int(value):
-        raise MegatrainError(f"{name}: its state has step={value!r}: bias correction takes a whole number, 0 or more")
+    if not isinstance(value, (int, float)) or not 0 <= value < STEPS or value != int(value):
+        raise MegatrainError(f"{name}: its state has step={shown(value)}: bias correction takes a whole number, 0 or "
+                             "more")
     return int(value)
 
 
@@ -90,12 +87,6 @@ class StoreStates(dict[str, Any]):
     def __init__(self, record: Record, own: dict[str, Tensor]) -> None:
         super().__init__(own)
         self.record, self.own = record, own
-
-    def reset(self) -> None:
-        """The store's own again, of which no step was taken."""
-        self.clear()
-        self.update(self.own)
-        self.own["step"].zero_()
 
     def __setitem__(self, name: str, value: Any) -> None:
         own = self.own.get(name)
@@ -115,10 +106,6 @@ def moment_planes(record: Record) -> dict[str, str]:
     return dict(zip(MOMENTS if record.runtime.states == "fp32" else CODES, record.moments))
 
 
-def _fp32_pair(shape: Any, stride: Any) -> list[Tensor]:
-    return [torch.empty_strided(shape, stride, dtype=torch.float32) for _ in range(2)]
-
-
 def load_moments(record: Record, values: dict[str, Any]) -> None:
     """From a state_dict of any format, by way of fp32 where it is another; to 8 bits rounded to nearest."""
     mine = moment_planes(record)
@@ -127,9 +114,8 @@ def load_moments(record: Record, values: dict[str, Any]) -> None:
         for name, plane in mine.items():
             record.view(plane).copy_(values_of(values[name]))
     elif record.runtime.states != "fp32":
-        pair = _fp32_pair(record.shape, record.stride)
-        for t, name in zip(pair, MOMENTS):
-            t.copy_(values_of(values[name]))
+        pair = [torch.empty_strided(record.shape, record.stride, dtype=torch.float32).copy_(values_of(values[name]))
+                for name in MOMENTS]
         _core.codes_set(*(t.data_ptr() for t in pair), *addresses(record), record.numel)
     else:
         for plane, value in zip(("M", "V"), decoded(record.shape, record.stride, values)):
@@ -165,7 +151,7 @@ def apart(p: Tensor, values: dict[str, Any], kept: set[int]) -> dict[str, Any]:
 
 
 def check_state(name: str, shape: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """What somebody put into `opt.state`, if it is a step count and both moments of this shape."""
+    """What somebody put into `opt.state`; refused if it is no step count and both moments of this shape."""
     keys = CODES if CODES[0] in values else MOMENTS
     for key in ("step", *keys):
         if key not in values:
@@ -188,7 +174,7 @@ def check_scales(name: str, numel: int, values: dict[str, Any]) -> None:
 
 def decoded(shape: Any, stride: Any, values: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Both moments in fp32, [shape], from a parameter's codes and scales; these are in the order of its memory."""
-    m, v = _fp32_pair(shape, stride)
+    m, v = (torch.empty_strided(shape, stride, dtype=torch.float32) for _ in MOMENTS)
     codes = [torch.empty_strided(shape, stride, dtype=kind).copy_(values_of(values[name]))
              for kind, name in zip((torch.int8, torch.uint8), CODES)]
     scales = values_of(values[CODES[2]])
@@ -202,6 +188,11 @@ def decoded(shape: Any, stride: Any, values: dict[str, Any]) -> tuple[Tensor, Te
 def master_plane(record: Record) -> str:
     """The plane that makes an fp32 master of the weight; "": its type has none."""
     return "LO" if record.low_bytes else "MASTER" if record.dtype == torch.float16 else ""
+
+
+def follows(record: Record) -> str:
+    """That plane, where the master follows the weight; else ""."""
+    return master_plane(record) if record.master_writes == record.writes else ""
 
 
 def lacks_master(record: Record) -> bool:
@@ -221,8 +212,8 @@ def follow_weight(record: Record) -> None:
     for r in rt.units[unit] if rt.homes.away(unit) else [record]:
         if r is not record and not (r.was_trainable and r.optimizer in (None, record.optimizer) and lacks_master(r)):
             continue
-        rt.planes.wait_updates(r)
-        rt.planes.own_states(r)
+        r.wait_updates()
+        r.own_states()
         exact, r.exact = r.exact, None
         if exact is not None and r.writes == 0:
             set_master(r.param, exact)       # what lies just between two bf16 values may become the other one
@@ -232,25 +223,26 @@ def follow_weight(record: Record) -> None:
                 r.view(plane).copy_(r.host)
             else:
                 r.view(plane).zero_()
-            rt.planes.push(r, plane)
+            r.push(plane)
         r.master_writes = r.writes
     if rt.homes.away(unit):
-        rt.planes.notice_writes(rt.units[unit])      # whose copies go now
+        for r in rt.units[unit]:
+            r.notice_write()                         # whose copies go now
         rt.homes.take(unit)
 
 
 def master(p: StreamedParameter) -> Tensor:
     """The fp32 value of a streamed parameter: [shape] fp32, a copy. Waits for its update."""
     record: Record = p._mt
-    record.runtime.planes.wait_updates(record)
-    record.runtime.planes.bring_states(record)
-    follows = record.master_writes == record.writes
-    if record.low_bytes and follows and record.master_writes >= 0:
+    record.wait_updates()
+    record.bring_states()
+    plane = follows(record)
+    if plane == "LO":
         out = torch.empty_strided(record.shape, record.stride, dtype=torch.float32)
         _core.split_join(record.host.data_ptr(), record.view("LO").data_ptr(), out.data_ptr(), record.numel,
                          record.low_bytes)
         return out
-    if record.dtype == torch.float16 and follows:
+    if plane == "MASTER":
         return record.view("MASTER").clone()
     if record.exact is not None and record.writes == 0:
         return record.exact.clone()
@@ -260,11 +252,11 @@ def master(p: StreamedParameter) -> Tensor:
 def set_master(p: StreamedParameter, value: Tensor) -> None:
     """Sets weight and master from fp32 values. value: [shape]."""
     record: Record = p._mt
-    planes, rest = record.runtime.planes, master_plane(record)
+    rest = master_plane(record)
     value = torch.empty_strided(record.shape, record.stride, dtype=torch.float32).copy_(values_of(value))
     record.runtime.core.wait_updates(record.unit)
-    planes.before_write(record)
-    planes.own_states(record)
+    record.before_write()
+    record.own_states()
     with torch.no_grad():
         if rest == "LO":
             _core.split_set(value.data_ptr(), record.host.data_ptr(), record.view("LO").data_ptr(), record.numel,
@@ -273,9 +265,9 @@ def set_master(p: StreamedParameter, value: Tensor) -> None:
             record.host.copy_(value)
             if rest:
                 record.view(rest).copy_(value)
-    planes.after_write(record)
+    record.after_write()
     if rest:
-        planes.push(record, rest)
+        record.push(rest)
     record.master_writes = record.writes
 
 
@@ -347,15 +339,15 @@ def source_of(record: Record) -> tuple[int, bool]:
         return 0, record.written
     grad = plain(gradient.standing(record))
     rt.core.wait_grads(record.unit)
-    rt.planes.wait_used(record)
+    record.wait_used()
     if gradient.kept(record):            # plane GRAD is somebody's
         copied = rt.handover.copied.setdefault(record.unit, {})
         own = torch.empty_strided(record.shape, record.stride, dtype=record.dtype, device="cpu")
         copied[record] = own.copy_(grad)
         return copied[record].data_ptr(), True
-    rt.planes.own_states(record)
+    record.own_states()
     record.view("GRAD").copy_(grad)
-    rt.planes.push(record, "GRAD")
+    record.push("GRAD")
     return 0, True
 
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from .. import _core
 from ..base.modes import DISK, DISKS, HOMES, KEEPS, LINKED, MODES, moved_bytes, read
 from ..figures.report import LANES, OWN, WAITS
+from ..store.arrivals import AHEAD, STAY
 from ..store.disk import BAYS, BUNDLE_PADDING_BYTES, FEED_BYTES, MEMORY_BYTES, POOL, SPILLED
-from ..store.planes import AHEAD, STAY
 from .cost import CACHE_SHARE, OFFLOAD_DEPTH, STAGINGS, Cost, cost_of
 from .fleet import ADDED_BYTES, ALONE, Exchange, Fleet, host_rate
 from .machine import Machine

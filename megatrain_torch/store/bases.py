@@ -36,11 +36,18 @@ def with_base(cls: Any, path: str | Path, base: str, dtype: torch.dtype | None, 
     tf = sys.modules.get("transformers") or __import__("transformers")
     config = tf.AutoConfig.from_pretrained(path)
     check_base(config, path, base)
-    how = {"dtype": dtype or "auto", "device_map": "cpu", **kwargs}
+    settings = expands(config)
+    if base == "nf4":
+        settings = {"quantization_config": tf.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype or config.dtype or torch.bfloat16)}
+    elif base == "int8":
+        settings = {"quantization_config": tf.BitsAndBytesConfig(load_in_8bit=True)}
+    how = {"dtype": dtype or "auto", "device_map": "cpu", **kwargs, **settings}
     with _in_pages_of_their_own(), contextlib.ExitStack() as meanwhile:
         for attribute in _makers() if base == "nf4" else _keepers(tf, base) if _method(config) else ():
             meanwhile.callback(patches.replaced(*attribute))
-        found = cls.from_pretrained(path, **how, **_settings(tf, base, config, dtype or config.dtype))
+        found = cls.from_pretrained(path, **how)
         model = found[0] if isinstance(found, tuple) else found
         if base == "nf4":
             _to_nf4(model)
@@ -109,19 +116,10 @@ def _method(config: Any) -> str:
     return str(getattr(method, "value", method))
 
 
-def _settings(tf: Any, base: str, config: Any, dtype: torch.dtype | None) -> dict[str, Any]:
-    """Arguments for from_pretrained."""
-    if base == "nf4":
-        return {"quantization_config": tf.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=dtype or torch.bfloat16)}
-    if base == "int8":
-        return {"quantization_config": tf.BitsAndBytesConfig(load_in_8bit=True)}
-    return expands(config)
-
-
 # What is replaced while a model is read: (module or class, name, value).
 Attributes = Iterator[tuple[Any, str, Any]]
+_ARGUMENTS = {"blocksize", "compress_statistics", "quant_type", "quant_storage"}         # of quantize_4bit
+_WIDENED = torch.float8_e4m3fn, torch.bfloat16, torch.float32                            # codes that are read
 
 
 def _makers() -> Attributes:
@@ -144,7 +142,7 @@ def _makers() -> Attributes:
     def quantize_4bit(A: Tensor, *args: Any, **more: Any) -> tuple[Tensor, Any]:
         """As the package's: ([codes, 1], what they are)."""
         kinds = torch.float32, torch.bfloat16, torch.float16
-        if (args or A.device.type != "cpu" or A.dtype not in kinds or set(more) - _KNOWN
+        if (args or A.device.type != "cpu" or A.dtype not in kinds or set(more) - _ARGUMENTS
                 or more.get("quant_type") != "nf4" or more.get("quant_storage", torch.uint8) != torch.uint8):
             return own(A, *args, **more)
         blocksize = more.get("blocksize") or 64
@@ -158,9 +156,6 @@ def _makers() -> Attributes:
         return codes.unsqueeze(1), package.QuantState(absmax=scales, **known)
 
     yield package, "quantize_4bit", quantize_4bit
-
-
-_KNOWN = {"blocksize", "compress_statistics", "quant_type", "quant_storage"}         # of quantize_4bit's arguments
 
 
 def _keepers(tf: Any, base: str) -> Attributes:
@@ -193,9 +188,6 @@ def _keepers(tf: Any, base: str) -> Attributes:
 
     yield finegrained_fp8.Fp8Dequantize, "_dequantize_one", keep_fp8
     yield mxfp4, "dequantize_convertops", keep_mxfp4
-
-
-_WIDENED = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 
 
 def _nf4(name: str, w: Tensor) -> nn.Parameter | None:
@@ -237,10 +229,13 @@ def shape_codes(model: nn.Module, config: Any, base: str, dtype: torch.dtype) ->
         _shape_by_bitsandbytes(model, base, dtype)
         if base == "nf4":
             _to_nf4(model)
-    elif base == "mxfp4":
-        _shape_mxfp4(model)
     elif base == "fp8":
         _to_fp8(model, bool(there))
+    for _, m, n, p in _stacks(model) if base == "mxfp4" else ():         # GPT-OSS: 32 of a column in a block
+        if n in ("gate_up_proj", "down_proj"):
+            form = p.shape[0], p.shape[2], p.shape[1] // 32
+            codes, scales = (torch.empty(s, dtype=torch.uint8, device="meta") for s in ((*form, 16), form))
+            setattr(m, n, nn.Parameter(Coded(codes, scales, "mxfp4", p.dtype), requires_grad=False))
     _codes_of(model, base, name)
 
 
@@ -286,15 +281,6 @@ def _shape_by_bitsandbytes(model: Any, base: str, dtype: torch.dtype) -> None:
 class _Form(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
-
-
-def _shape_mxfp4(model: nn.Module) -> None:
-    """Experts of GPT-OSS: [E, fan_in, fan_out], with 32 of a column in a block."""
-    for _, m, name, p in _stacks(model):
-        if name in ("gate_up_proj", "down_proj"):
-            form = p.shape[0], p.shape[2], p.shape[1] // 32
-            codes, scales = (torch.empty(s, dtype=torch.uint8, device="meta") for s in ((*form, 16), form))
-            setattr(m, name, nn.Parameter(Coded(codes, scales, "mxfp4", p.dtype), requires_grad=False))
 
 
 def _to_fp8(model: nn.Module, experts: bool = False) -> None:

@@ -41,19 +41,15 @@ class Disk:
     limit: int | None = None    # bytes that may be used there; None: what is free
 
     @staticmethod
-    def parse(nvme: str | Path | dict[str, Any] | None, somewhere: bool = False) -> Disk | None:
+    def parse(nvme: str | Path | dict[str, Any] | Disk | None, somewhere: bool = False) -> Disk | None:
         """`"/scratch"` or `{"path": ..., "limit": "200GiB"}`; None stays None. somewhere: a limit is enough."""
-        if nvme is None:
-            return None
+        if nvme is None or isinstance(nvme, Disk):
+            return nvme
         given = {"path": nvme} if isinstance(nvme, (str, Path)) else nvme
         known = {"path", "limit"}
         if not isinstance(given, dict) or set(given) - known or not ("path" in given or (somewhere and given)):
             raise MegatrainError(f"nvme={nvme!r}: give a directory, or {{'path': directory, 'limit': '200GiB'}}")
         return Disk(str(given.get("path", "")), parse_bytes(given.get("limit"), "nvme limit"))
-
-    def as_given(self) -> dict[str, Any]:
-        """As `parse` takes it."""
-        return {"path": self.path} | ({"limit": self.limit} if self.limit is not None else {})
 
     def room(self) -> int:
         """Bytes that may be taken now, once what crashed processes left is removed; without a path the limit."""

@@ -42,11 +42,8 @@ class LateGrad(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*tree_map_only(LateGrad, LateGrad._shown, args),
-                    **tree_map_only(LateGrad, LateGrad._shown, kwargs or {}))
-
-    def _shown(self) -> Tensor | None:
-        return current(self._record())
+        args, kwargs = tree_map_only(LateGrad, lambda late: current(late._record()), (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 # ---- what stands there ----
@@ -81,7 +78,7 @@ def peek(record: Record) -> Tensor | None:
     if grad is None or grad is not record.late:
         return grad
     record.runtime.core.wait_grads(record.unit)     # the copies from the device have landed
-    record.runtime.planes.wait_used(record)         # an update may still read what the caller is about to change
+    record.wait_used()         # an update may still read what the caller is about to change
     return record.view("GRAD")
 
 
@@ -103,7 +100,7 @@ def show(record: Record) -> Tensor:
     elif record.numel:
         array = record.memory("GRAD")
         grad, record.shown = _over(record, array), weakref.ref(array)
-        if record.summed and (record.unit in record.runtime.homes.settled or record.runtime.planes.apart):
+        if record.summed and (record.unit in record.runtime.homes.settled or record.runtime.apart):
             record.seen = grad.clone()
     stand(record, grad)
     return grad

@@ -92,44 +92,42 @@ class HostTensor(Tensor):
             return _call(func, args, kwargs)
         if func in _GRAD:
             return gradient.current(args[0]._mt) if func in _GRAD_GET else _call(func, args, kwargs)
-        return _guarded_call(func, args, kwargs)
+        guarded, written = _guarded(args, kwargs), _written(func, args, kwargs)
+        for g in guarded:
+            _current(g)                  # what is under way in their units is over, and values are in host memory
+        weights = [g._mt for g in written if g._mt.owns(plain(g))]
+        states = [g._mt for g in written if not g._mt.owns(plain(g))]        # the optimizer's
+        for record in weights:
+            record.before_write()
+        for record in states:
+            record.own_states()
+        if func == _DATA_SET:            # the values are copied in: the tensor keeps its place in the store
+            record, value = args[0]._mt, args[1]
+            if weights and (value.shape, value.dtype) != (record.shape, record.dtype):
+                raise MegatrainError(f"{record.name}: .data of shape {list(value.shape)} {value.dtype} does not fit "
+                                     f"the streamed parameter of shape {list(record.shape)} {record.dtype}; "
+                                     "mt.unstream(model) before changing it")
+            if args[0].shape != value.shape:
+                raise MegatrainError(f"{record.name}: .data of shape {list(value.shape)} does not fit a state of the "
+                                     f"optimizer, of shape {list(args[0].shape)}")
+            func, args = _T.copy_, (plain(args[0]), plain(value))
+        out = _call(func, args, kwargs)
+        for record in weights:
+            record.after_write()
+        for record in states:
+            record.push(*record.moments)
+        results = out if isinstance(out, (list, tuple)) else (out,)
+        if not written and torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in results):
+            for g in guarded:
+                g._mt.host_graph = True  # autograd itself adds to .grad on the host: see handover.py
+        return _guard_aliases(out, guarded)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _current(self).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        out = _current(self).clone()
-        memo[id(self)] = out
+        out = memo[id(self)] = _current(self).clone()
         return out
-
-
-def _guarded_call(func: Any, args: Any, kwargs: Any) -> Any:
-    guarded, written = _guarded(args, kwargs), _written(func, args, kwargs)
-    for g in guarded:
-        _current(g)                      # what is under way in their units is over, and values are in host memory
-    weights = [g._mt for g in written if g._mt.owns(plain(g))]
-    states = [g._mt for g in written if not g._mt.owns(plain(g))]        # the optimizer's
-    for record in weights:
-        record.runtime.planes.before_write(record)
-    for record in states:
-        record.runtime.planes.own_states(record)
-    if func == _DATA_SET:                # the values are copied in: the tensor keeps its place in the store
-        if weights:
-            return weights[0].runtime.planes.replace_data(args[0], args[1])
-        if args[0].shape != args[1].shape:
-            raise MegatrainError(f"{args[0]._mt.name}: .data of shape {list(args[1].shape)} does not fit a state of "
-                                 f"the optimizer, of shape {list(args[0].shape)}")
-        func = _T.copy_
-    out = _call(func, args, kwargs)
-    for record in weights:
-        record.runtime.planes.after_write(record)
-    for record in states:
-        record.runtime.planes.push(record, *record.moments)
-    results = out if isinstance(out, (list, tuple)) else (out,)
-    if not written and torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in results):
-        for g in guarded:
-            g._mt.host_graph = True     # autograd itself adds to .grad on the host: see handover.py
-    return _guard_aliases(out, guarded)
 
 
 def _guard_aliases(out: Any, guarded: list[Any]) -> Any:
@@ -182,21 +180,11 @@ class StreamedParameter(OneParameter, HostTensor, torch.nn.Parameter):
         return with_attributes(as_parameter(self), self).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
-        out = as_parameter(self)
-        memo[id(self)] = out
+        out = memo[id(self)] = as_parameter(self)
         return out
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"StreamedParameter({list(self.shape)}, {self.dtype}, unit={self._mt.unit_name!r})"
-
-
-class _Made:
-    """Of a parameter that is made of tensors, which are streamed: copies are ordinary ones."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return as_parameter(self).__reduce_ex__(protocol)
-
-    __deepcopy__ = StreamedParameter.__deepcopy__
 
 
 def _copied(name: str) -> Any:
@@ -214,7 +202,10 @@ def streamed_kind(kind: type) -> type:
 
 @functools.cache
 def made_kind(kind: type) -> type:
-    return type(kind.__name__, (_Made, kind), {"_mt_kind": kind, "__module__": kind.__module__})
+    """The class of a parameter that is made of tensors, which are streamed: copies are ordinary ones."""
+    own = {"__reduce_ex__": _copied("__reduce_ex__"), "__deepcopy__": StreamedParameter.__deepcopy__,
+           "_mt_kind": kind, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), own)
 
 
 def take_back(params: Iterable[Tensor]) -> None:
@@ -222,7 +213,7 @@ def take_back(params: Iterable[Tensor]) -> None:
     for p in params:
         if type(p) is torch.nn.Parameter and "_mt" in p.__dict__:
             p.__class__ = StreamedParameter
-            p._mt.runtime.planes.after_write(p._mt)
+            p._mt.after_write()
 
 
 def guard(t: Tensor, record: Record) -> HostTensor:
@@ -242,10 +233,10 @@ def _current(t: HostTensor) -> Tensor:
     """The plain tensor, once the update is over and its values are in host memory."""
     record, out = t._mt, plain(t)
     if record.owns(out) or not record.numel:
-        record.runtime.planes.wait_updates(record)
+        record.wait_updates()
     else:
-        record.runtime.planes.wait_used(record)
-        record.runtime.planes.bring_states(record)
+        record.wait_used()
+        record.bring_states()
     return out
 
 
@@ -258,10 +249,9 @@ def as_parameter(p: Tensor) -> torch.nn.Parameter:
     """An ordinary, independent Parameter with the streamed parameter's current value."""
     if p._mt.whole is not None:
         return p._mt.whole.copy()
-    p._mt.runtime.planes.wait_updates(p._mt)
+    p._mt.wait_updates()
     with torch._C.DisableTorchFunctionSubclass():
-        out = torch.nn.Parameter(plain(p).clone(), requires_grad=p.requires_grad)
-    return out
+        return torch.nn.Parameter(plain(p).clone(), requires_grad=p.requires_grad)
 
 
 def with_attributes(out: torch.nn.Parameter, p: Tensor) -> torch.nn.Parameter:

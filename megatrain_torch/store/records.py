@@ -1,13 +1,17 @@
-"""What the package knows about one streamed parameter."""
+"""What the package knows about one streamed parameter; what is waited for before its host memory is read or written,
+and who is told after.
+"""
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .. import _core
+from ..base.errors import MegatrainError
 from ..base.modes import LOW_BYTES
 
 if TYPE_CHECKING:
@@ -23,13 +27,16 @@ KINDS = {
 DTYPES = {dtype: _core.DTYPES[name.replace("_", "")] for dtype, name in KINDS.items()}
 
 
-class Record:
-    """What the package knows about one streamed parameter: where it is, and where its gradient stands in this step."""
+def mask(planes: Iterable[str]) -> int:
+    """Bits of these planes, as the engine takes them."""
+    return sum(1 << _core.PLANES[p] for p in planes)
 
-    __slots__ = ("_runtime", "unit", "unit_name", "index", "pid", "name", "_param", "host", "version", "shape",
-                 "stride", "dtype", "offset", "numel", "nbytes", "late", "shown", "written", "summed", "seen", "uses",
-                 "open", "set_in", "pending", "host_graph", "address", "was_trainable",
-                 "writes", "master_writes", "optimizer", "exact", "whole", "__weakref__")
+
+HI, STATE_PLANES = mask(["HI"]), mask(("LO", "MASTER", "M", "V", "SCALE"))
+
+
+class Record:
+    """Where a parameter is, and where its gradient stands in this step."""
 
     def __init__(self, runtime: Runtime, unit: int, unit_name: str, index: int, pid: int, name: str,
                  param: torch.nn.Parameter) -> None:
@@ -82,21 +89,16 @@ class Record:
 
     def over(self, memory: Any, plane: str) -> Tensor:
         """As `view`, of that memory."""
-        raw = torch.from_numpy(memory)
+        raw, states = torch.from_numpy(memory), self.runtime.states
         if plane == "SCALE":
             return raw.view(torch.float32).view(-1, 2)
-        kind = self._kind(plane)
+        kinds = {"HI": self.dtype, "GRAD": self.dtype, "LO": torch.int16 if LOW_BYTES[states] == 2 else torch.int8}
+        if states != "fp32":
+            kinds |= {"M": torch.int8, "V": torch.uint8}
+        kind = kinds.get(plane, torch.float32)
         if self.numel == 0:
             return torch.empty(self.shape, dtype=kind)
         return raw.view(kind).as_strided(self.shape, self.stride)
-
-    def _kind(self, plane: str) -> torch.dtype:
-        if plane in ("HI", "GRAD"):
-            return self.dtype
-        if plane == "LO":
-            return torch.int16 if LOW_BYTES[self.runtime.states] == 2 else torch.int8
-        codes = {"M": torch.int8, "V": torch.uint8} if self.runtime.states != "fp32" else {}
-        return codes.get(plane, torch.float32)
 
     @property
     def low_bytes(self) -> int:
@@ -105,7 +107,7 @@ class Record:
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """Planes of the moments."""
+        """Their planes."""
         return ("M", "V") if self.runtime.states == "fp32" else ("M", "V", "SCALE")
 
     def owns(self, t: Tensor) -> bool:
@@ -117,6 +119,87 @@ class Record:
         param = self._param()
         with torch._C.DisableTorchFunctionSubclass():
             return param is not None and param.requires_grad
+
+
+    # ---- before host memory is read ----
+
+    def wait_updates(self) -> None:
+        """The weights may be read in host memory. Raises: a unit at home elsewhere has no room for a copy there."""
+        self._want_weights()
+        self.runtime.core.wait_updates(self.unit)
+
+    def _want_weights(self) -> None:
+        rt = self.runtime
+        if rt.homes.away(self.unit):
+            rt.room.weights(rt.core, self.unit)
+
+    def wait_used(self) -> None:
+        """No update of the unit is under way; nothing is brought. Of units on the device: ACC has no host copy."""
+        rt = self.runtime
+        if self.unit in rt.homes.settled:
+            rt.core.bring(self.unit, mask(["ACC"]))
+        else:
+            rt.core.updated(self.unit)
+
+    def bring_states(self) -> None:
+        """Host copies of masters and moments become current, where another place has the newer ones."""
+        rt = self.runtime
+        if rt.apart or self.unit in rt.homes.settled or self.unit in rt.homes.on_disk:
+            rt.core.wait_saved(self.unit)        # a save's copies of the unit go with it
+            rt.core.bring(self.unit, STATE_PLANES)
+
+    # ---- around a write to it ----
+
+    def own_states(self) -> None:
+        """States or gradients are about to be written: no copy is on its way to them, or into a file."""
+        rt = self.runtime
+        rt.core.wait_saved(self.unit)
+        if self.unit in rt.homes.arrivals.units:
+            rt.core.bring(self.unit, STATE_PLANES)
+
+    def push(self, *planes: str) -> None:
+        """These host planes were written: device, file and other processes take the values that are theirs."""
+        rt = self.runtime
+        if rt.ranks is not None:
+            if planes != ("GRAD",):              # of which each uses what it has written itself
+                rt.core.spread(self.unit, self.index, mask(planes))
+        elif self.unit in rt.homes.settled or self.unit in rt.homes.on_disk:
+            rt.core.push(self.unit, self.index, mask(planes))
+
+    def before_write(self) -> None:
+        """No update of the weights is under way, and nothing reads them for the device."""
+        self._want_weights()
+        self.runtime.core.wait_fetch(self.unit)
+
+    def notice_write(self) -> None:
+        """One past the guard, by an operation that does not say that it writes, is told like the rest."""
+        if self.host._version != self.version:
+            self.runtime.core.wait_fetch(self.unit)
+            self.after_write()
+
+    def after_write(self) -> None:
+        rt = self.runtime
+        if self.unit in rt.homes.filed:          # first: who asks for the new version reads it there
+            rt.core.bring(self.unit, HI)         # it was: else zeros would go there
+            self.push("HI")                      # which is a new version
+        elif rt.ranks is not None:
+            self.push("HI")
+        else:
+            rt.core.touch(self.unit)
+        self.writes += 1
+        if self.host is not None:
+            self.version = self.host._version
+
+    def keep_write(self, value: Tensor) -> None:
+        """Code changed its copy of the weights in place (max_norm, a clamp): the weights are that, unless several."""
+        with torch.no_grad():
+            value = value.detach().cpu()
+            if torch.equal(self.param, value):   # cuDNN's layers put theirs one behind the other
+                return
+            if self.runtime.ranks is not None:
+                raise MegatrainError(f"{self.name}: changed in place while the model ran; with several processes "
+                                     "weights are changed between steps, in all of them alike")
+            self.param.copy_(value)
 
 
 class Use:

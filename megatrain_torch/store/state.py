@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,22 +50,23 @@ class BoundParameters(WindowDict):
 
     Something else in the place of a streamed parameter (torch.func.functional_call) is what reads see then, on the
     compute device in a forward; the parameter that comes back is streamed as before. `own` has what belongs there, by
-    name; `records` the same, or Given where something else is there.
+    name; `records` the same, or None where something else is there.
     """
 
     __slots__ = ("own", "records")
 
     def __init__(self, items: dict[str, Any], records: dict[str, Record]) -> None:
         super().__init__(items)
-        self.records, self.own = dict(records), records
+        self.records: dict[str, Record | None] = dict(records)
+        self.own = records
 
-    def outside(self, record: Record | Given, parameter: Any) -> Any:
+    def outside(self, record: Record | None, parameter: Any) -> Any:
         """A read that no open window answers."""
         if not inside() and in_backward() == -1:
             return parameter
-        if type(record) is not Given:
+        if record is not None:
             return record.runtime.read(record)
-        there = record.own.runtime.device
+        there = next(iter(self.own.values())).runtime.device
         return parameter if parameter.device == there else parameter.to(there)
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -75,7 +76,7 @@ class BoundParameters(WindowDict):
             if value is own.param or _stands_for(own, value):
                 self.records[name], value = own, own.param
             else:
-                self.records[name] = Given(own)
+                self.records[name] = None
                 own.runtime.given += 1
         dict.__setitem__(self, name, value)
 
@@ -84,9 +85,8 @@ class BoundParameters(WindowDict):
         self._leave(name)
 
     def _leave(self, name: str) -> None:
-        before = self.records.pop(name, None)
-        if type(before) is Given:
-            before.own.runtime.given -= 1
+        if name in self.records and self.records.pop(name) is None:
+            self.own[name].runtime.given -= 1
 
     def bind(self, records: dict[str, Record]) -> None:
         """Further streamed parameters were put into it."""
@@ -96,12 +96,6 @@ class BoundParameters(WindowDict):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (), None, None, iter(self.items())
-
-
-class Given(NamedTuple):
-    """In the place of a record: the parameter's place has something else."""
-
-    own: Record
 
 
 def _stands_for(record: Any, value: Any) -> bool:
@@ -232,19 +226,7 @@ def in_sight(function: Any) -> Any:
     return function
 
 
-def takes_no_hooks(function: Any) -> Any:
-    """Its nodes stand where plain torch has AccumulateGrad's."""
-    def refuse(node: Any, *_: Any) -> Any:
-        raise MegatrainError(f"{node.records[0].name}: a hook on this node would meet gradients of a whole window, on "
-                             "the device; put it on the parameter, or on the node that "
-                             "p.expand_as(p).grad_fn.next_functions gives outside of forwards")
-
-    function._backward_cls.register_hook = function._backward_cls.register_prehook = refuse
-    return function
-
-
 @in_sight
-@takes_no_hooks
 class Bind(torch.autograd.Function):
     """Host parameters in, what stands for them on the device out; gradients in, to the store."""
 
@@ -260,6 +242,15 @@ class Bind(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         handover = ctx.records[0].runtime.handover
         return None, None, *handover.take(ctx.records, ctx.use, accumulators(ctx), grads)
+
+
+def _refuse_hook(node: Any, *_: Any) -> Any:
+    raise MegatrainError(f"{node.records[0].name}: a hook on this node would meet gradients of a whole window, on the "
+                         "device; put it on the parameter, or on the node that "
+                         "p.expand_as(p).grad_fn.next_functions gives outside of forwards")
+
+
+Bind._backward_cls.register_hook = Bind._backward_cls.register_prehook = _refuse_hook
 
 
 # ---- outside of its window ----
@@ -290,8 +281,8 @@ class LazyParameter(DeviceParameter):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*tree_map_only(LazyParameter, LazyParameter.fetch, args),
-                   **tree_map_only(LazyParameter, LazyParameter.fetch, kwargs))
+        fetched, named = tree_map_only(LazyParameter, LazyParameter.fetch, (args, kwargs))
+        out = func(*fetched, **named)
         if func._schema.is_mutable:
             said = func._schema.arguments
             given = [*zip(said, args), *((s, kwargs[s.name]) for s in said if s.name in kwargs)]
@@ -311,12 +302,9 @@ class LazyParameter(DeviceParameter):
     def keep_write(self) -> None:
         """Its values were changed in place."""
         self.kept = self._version
-        self._mt.runtime.planes.keep_write(self._mt, self.fetch())
-
-
-def _of_value(name: str) -> Any:
-    return lambda self, *args, **kwargs: getattr(self.fetch(), name)(*args, **kwargs)
+        self._mt.keep_write(self.fetch())
 
 
 for _name in ("data_ptr", "numpy", "tolist", "untyped_storage", "__array__", "__dlpack__"):
-    setattr(LazyParameter, _name, _of_value(_name))      # they look for memory, and ask no dispatcher
+    # They look for memory, and ask no dispatcher.
+    setattr(LazyParameter, _name, lambda self, *args, _name=_name, **more: getattr(self.fetch(), _name)(*args, **more))

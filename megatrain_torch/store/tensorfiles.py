@@ -48,16 +48,6 @@ class Entry:
     unit: int = -1
     plane: str = ""
 
-    @property
-    def nbytes(self) -> int:
-        return self.memory.numel() * self.memory.element_size()
-
-    def extent(self, at: int) -> Extent:
-        """As the engine takes it, at this offset of a file."""
-        t, item = self.memory, self.memory.element_size()
-        where = at, t.data_ptr(), self.nbytes, self.unit
-        return where if t.is_contiguous() else (*where, (item, *((n, s * item) for n, s in zip(t.shape, t.stride()))))
-
 
 @dataclass
 class TensorFile:
@@ -69,7 +59,7 @@ class TensorFile:
 
     @property
     def nbytes(self) -> int:
-        return len(self.header) + sum(e.nbytes for e in self.entries)
+        return len(self.header) + sum(e.memory.nbytes for e in self.entries)
 
     def located(self, folder: Path) -> tuple[File, Tensor]:
         """What the engine writes, and the header's memory, which is to be kept until it has."""
@@ -77,9 +67,11 @@ class TensorFile:
         extents: list[Extent] = [(0, head.data_ptr(), len(self.header), -1)]
         at = len(self.header)
         for e in self.entries:
-            if e.nbytes:
-                extents.append(e.extent(at))
-                at += e.nbytes
+            t, item = e.memory, e.memory.element_size()
+            order = () if t.is_contiguous() else ((item, *((n, s * item) for n, s in zip(t.shape, t.stride()))),)
+            if t.nbytes:
+                extents.append((at, t.data_ptr(), t.nbytes, e.unit, *order))
+                at += t.nbytes
         return (str(folder / self.name), self.nbytes, extents), head
 
 
@@ -88,11 +80,11 @@ def packed(entries: list[Entry], stem: str, limit: int, beside: bool = False) ->
     parts: list[list[Entry]] = [[]]
     filled = 0
     for e in entries:
-        if parts[-1] and filled + e.nbytes > limit:
+        if parts[-1] and filled + e.memory.nbytes > limit:
             parts.append([])
             filled = 0
         parts[-1].append(e)
-        filled += e.nbytes
+        filled += e.memory.nbytes
     if len(parts) == 1 and not beside:
         return [_file(f"{stem}.safetensors", parts[0])]
     return [_file(f"{stem}-{i:05d}-of-{len(parts):05d}.safetensors", part) for i, part in enumerate(parts, 1)]
@@ -105,8 +97,8 @@ def _file(name: str, entries: list[Entry]) -> TensorFile:
     at = 0
     for e in entries:
         table[e.name] = {"dtype": KINDS[e.memory.dtype], "shape": list(e.memory.shape),
-                         "data_offsets": [at, at + e.nbytes]}
-        at += e.nbytes
+                         "data_offsets": [at, at + e.memory.nbytes]}
+        at += e.memory.nbytes
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + LENGTH_BYTES) % 8)
     return TensorFile(name, entries, struct.pack("<Q", len(text)) + text)
@@ -193,7 +185,7 @@ def _mappings(smaps: str) -> list[tuple[int, int, int, str]]:
 
 
 class Mapped:
-    """Files mapped now, and what is to be read of them. The kernel is asked for pages only where a tensor lies."""
+    """Files mapped now. The kernel is asked for pages only where a tensor lies."""
 
     def __init__(self) -> None:
         lines = [line.split(maxsplit=5) for line in _of_process("maps").splitlines() if "/" in line]

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .. import ops
 from ..base import patches
 from ..base.codes import Format, Keeps, Strand, format_of
 from .guard import StreamedParameter, made_kind, plain
@@ -43,9 +42,10 @@ class Whole:
         return self._param()
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """What the package's code computes with, over tensors in the order of the records."""
+        """The weight for the package's code, over tensors in the order of the records."""
         with torch.no_grad():
-            return self.format.whole(self.param, dict(zip(self.names, tensors)))
+            out = self.format.whole(self.param, dict(zip(self.names, tensors)))
+            return out.expand_codes() if self.format.expands else out
 
     def adopted(self) -> None:
         """Its strands are streamed: the parameter has those."""
@@ -67,10 +67,10 @@ class Whole:
 
     def copy(self) -> nn.Parameter:
         """An ordinary parameter of its package's, with the current values."""
-        self.records[0].runtime.planes.wait_updates(self.records[0])
+        self.records[0].wait_updates()
         strands = [plain(r.param).clone() for r in self.records]
         with torch.no_grad():
-            return self.format.again(self.param, dict(zip(self.names, strands)))
+            return self.format.whole(self.param, dict(zip(self.names, strands)))
 
 
 def wholes_of(records: list[Record]) -> list[Whole]:
@@ -99,43 +99,26 @@ class Stacked:
         self.records, self.whole = records, whole
         self.unit = records[0].unit
         self.pieces = [Piece(self, experts, number) for experts, number in parts]
-
-    @property
-    def like(self) -> Tensor:
-        """On the meta device, of the form of the weight."""
-        if self.whole is not None:
-            return torch.empty(self.whole.param.shape, dtype=self.whole.param.dtype, device="meta")
-        r = self.records[0]
-        return torch.empty_strided(r.shape, r.stride, dtype=r.dtype, device="meta")
+        r = records[0]                   # like: of the form of the weight
+        self.like = torch.empty_strided(r.shape, r.stride, dtype=r.dtype, device="meta") if whole is None else \
+            torch.empty(whole.param.shape, dtype=whole.param.dtype, device="meta")
 
     def piece_of(self, expert: int) -> Piece:
         return self.pieces[expert // len(self.pieces[0].experts)]
 
 
 class Piece:
-    """Some experts of a stack. cut: the engine's number; None: its unit is fetched, or at home, whole."""
-
-    __slots__ = ("cut", "experts", "records", "stacked")
+    """Some experts of a stack. cut: the engine's number; None: its unit is fetched, or at home, whole. expands: its
+    weights are made of codes, in memory of their own."""
 
     def __init__(self, stacked: Stacked, experts: range, cut: int | None) -> None:
         self.stacked, self.records, self.experts, self.cut = stacked, stacked.records, experts, cut
-
-    @property
-    def expands(self) -> bool:
-        """Its weights are made of codes, in memory of their own."""
-        return self.stacked.whole is not None
+        self.expands = stacked.whole is not None
 
     def made(self, ring: Ring) -> Tensor:
         """[experts, ., .] on the device, fetched if need be: over a slot, or 16-bit weights made of the codes there."""
         strands, whole = ring.strands(self), self.stacked.whole
-        if whole is None:
-            return strands[0]
-        coding = whole.format.coding(whole.param)
-        shape = (len(self.experts), *coding.shape[1:])
-        out = torch.empty(shape, dtype=coding.dtype, device=strands[0].device)
-        by_name = dict(zip(whole.names, strands))
-        ops.expand_codes_(out, coding.form, *(by_name[name] for name in coding.strands), group=coding.group)
-        return out
+        return strands[0] if whole is None else whole.of(strands)
 
 
 # ---- Functions of other packages that keep tensors out of sight ----------------------------------
