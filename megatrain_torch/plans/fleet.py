@@ -16,12 +16,10 @@ from ..base.errors import MegatrainError
 from ..base.modes import DELIVERIES, HOMES, moved_bytes
 from ..figures.tables import Tier
 from ..group import between
-from ..store.disk import DISK_BUFFERS
 from .cost import OFFLOAD_DEPTH
 from .machine import SHARED_ADAM, Machine
 from .shapes import Unit
 
-CUT = ("masters", "moments", "gradients", "sums")       # planes of which each rank has its part; weights are whole
 ADDED_BYTES = 14                # per parameter in host memory: a further micro-batch's sum
 PAIR_BYTES = 200 << 20          # of a communicator of two ranks, one of each direction between machines: 389 MiB with
                                 # all channels that NCCL opens, of which it is let have 8
@@ -59,28 +57,6 @@ class Fleet:
         device = "host memory as device memory" if machine.one_memory else "device memory"
         each = ("", "") if self.alone else (" of a GPU", " of a machine")
         return [(device + each[0], vram, machine.vram_bytes), ("host memory" + each[1], host, machine.host_bytes)]
-
-    # ---- bytes ----
-
-    def on_host(self, planes: dict[str, int]) -> dict[str, int]:
-        """Of one machine's host memory. planes: bytes of all of a model's, and what one process has besides."""
-        if self.alone:
-            return planes
-        planes = dict(planes)
-        if "staging" in planes:                         # each rank's part of a sum, in fp32
-            planes["staging"] = -(-2 * planes["staging"] // self.machines)
-        return {what: -(-n // self.machines) if what in CUT else n * (self.gpus if what == DISK_BUFFERS else 1)
-                for what, n in planes.items()}
-
-    def on_drive(self, planes: int, padding: int) -> tuple[int, int]:
-        """Of one machine's drive, where each of its ranks has a file. planes, padding: bytes of one rank's alone."""
-        return -(-planes // self.machines), padding * self.gpus
-
-    def on_device(self, planes: dict[str, int]) -> dict[str, int]:
-        """Of one GPU's memory, of units at home there. planes: bytes of all of a model's."""
-        return planes if self.alone else {what: -(-n // self.count) if what in CUT else n for what, n in planes.items()}
-
-    # ---- rates ----
 
     def seen(self, machine: Machine) -> Machine:
         """As one of its GPUs sees it beside the others, which do the same at the same time: copies share the host's
@@ -159,48 +135,41 @@ class Exchange:
     def __init__(self, units: Sequence[Unit], fetches: Sequence[int], machine: Machine, fleet: Fleet, delivery: str
                  ) -> None:
         """fetches: bytes of one, by unit."""
-        zeros = np.zeros(len(units))
-        self.parts = fleet.gpus if delivery == "shards" else 1      # in so many each unit's weights are fetched
-        self.gradients = np.array([u.gradients for u in units], dtype=np.int64)
-        self.home = self.gradients              # bytes of a micro-batch's gradients that cross to the host
-        self.exchange_s = self.network_s = zeros        # gradients exchanged within the machine and added; between them
-        self.lost_s = zeros                     # by which that holds up what is computed beside it
-        self.gather_s = self.held_s = zeros     # portions given to each other; by which that holds up what is computed
-        self.spread_s = zeros                   # new weights go to the other machines
-        # Bytes of new weights of a unit at home on the devices: from each down to its host, and up to each.
-        self.lowered = self.raised = zeros.astype(np.int64)
-        self.peers = 0.0                        # bytes/s at which these come from other devices; 0: by way of the host
-        self.buffers = 0                        # bytes on the device
+        gradients = np.array([u.gradients for u in units], dtype=np.int64)
+        updated = np.array([u.weights if u.trained else 0 for u in units], dtype=np.int64)
+        g, m, n, apart = fleet.gpus, fleet.machines, fleet.count, not fleet.alone
+        self.parts = g if delivery == "shards" else 1       # in so many each unit's weights are fetched
+        self.home = -(-gradients // n)                      # bytes of a micro-batch's gradients that cross to the host
         # GPUs have no links to each other, and exchange over those to the host; bytes there of one GPU's micro-batch.
-        self.on_link, self.link_bytes = False, 0
-        if fleet.alone:
-            return
-        sums = np.array([u.sums for u in units], dtype=np.int64)
-        g, m, n = fleet.gpus, fleet.machines, fleet.count
-        self.home = -(-self.gradients // n)
         self.on_link = g > 1 and not machine.exchange_gbps
         links = (machine.exchange_gbps or machine.both_gbps) * 1e9
-        leaving = self.gradients * ((g - 1) / g)
-        wide = np.maximum(self.gradients, sums)         # a sum in fp32; of fp32 weights the gradient itself
-        across = g * self.gradients * ((m - 1) / m)     # of a whole machine
-        added = self.gradients + wide / g               # read, and written, by the sum
+        leaving = gradients * ((g - 1) / g)
+        self.link_bytes = 2 * int(leaving.sum()) * self.on_link
+        # Gradients are exchanged within the machine and added; between machines; by which that holds up what is
+        # computed beside it.
+        wide = np.maximum(gradients, [u.sums for u in units])      # a sum in fp32; of fp32 weights the gradient itself
+        added = (gradients + wide / g) * apart          # read, and written, by the sum
         self.exchange_s = leaving / links + added / (machine.hbm_gbps * 1e9)
-        network, crossing = machine.network_gbps * 1e9, self.gradients * ((m - 1) / m)
+        network, crossing = machine.network_gbps * 1e9, gradients * ((m - 1) / m)
+        across = g * gradients * ((m - 1) / m)          # of a whole machine
         self.network_s = across / network
         self.lost_s = (leaving + across / g) / (machine.lost_gbps * 1e9)
+        # Portions of weights are given to each other; by which that holds up what is computed.
         given = np.array(fetches) * ((self.parts - 1) / self.parts)
         self.gather_s, self.held_s = given / links, given / (machine.lost_gbps * 1e9)
-        # Each GPU's part leaves over it, and each of other machines comes over one: in pieces, of which one crosses the
-        # network while others are copied.
+        # New weights go to the other machines. Each GPU's part leaves over it, and each of other machines comes over
+        # one: in pieces, of which one crosses the network while others are copied.
         self.spread_s = np.maximum(crossing / network, crossing / g / (machine.both_gbps * 1e9))
-        updated = np.array([u.weights if u.trained else 0 for u in units], dtype=np.int64)
-        self.lowered = -(-updated // n)
-        self.raised = updated - self.lowered
-        self.peers = links if m == 1 and not self.on_link else 0.0
-        self.link_bytes = 2 * int(leaving.sum()) * self.on_link
-        sizes = np.pad(self.gradients, 1)
-        packed = BUFFERS * self.gradients + np.maximum(sizes[:-2], sizes[2:])
-        self.buffers = int(packed.max(initial=0)) + OFFLOAD_DEPTH * int(self.home.max(initial=0))
-        self.buffers += -(-int(wide.max(initial=0)) // n)       # a sum, before it is rounded
-        self.buffers += int(SECOND * machine.communicator_bytes) * (self.parts > 1 and machine.device == "cuda")
-        self.buffers += POOL_BYTES + m * WAY_BYTES * (m > 1)       # to all other machines, and from each
+        # Bytes of new weights of a unit at home on the devices: from each down to its host, and up to each.
+        self.lowered = -(-updated // n) * apart
+        self.raised = (updated - self.lowered) * apart
+        # Bytes/s at which these come from other devices; 0: by way of the host.
+        self.peers = links * (apart and m == 1 and not self.on_link)
+        sizes = np.pad(gradients, 1)
+        packed = BUFFERS * gradients + np.maximum(sizes[:-2], sizes[2:])
+        # Bytes on the device: gradients packed, and on their way home; a sum, before it is rounded; communicators; ways
+        # to all other machines, and from each.
+        self.buffers = apart * (
+            int(packed.max(initial=0)) + OFFLOAD_DEPTH * int(self.home.max(initial=0)) - int(-wide.max(initial=0) // n)
+            + int(SECOND * machine.communicator_bytes) * (self.parts > 1 and machine.device == "cuda")
+            + POOL_BYTES + m * WAY_BYTES * (m > 1))

@@ -189,6 +189,8 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
         raise MegatrainError("layers: a module has the layers it has; give its config instead")
     found = find(model, units)
     groups = group(model, found)
+    if not groups:
+        raise MegatrainError(f"{type(model).__name__} has no parameters: there is nothing to plan")
     unit_of = {id(owner_of(p)): i for i, (_, own) in enumerate(groups) for _, p in own}
     windows, learns = [], False
     configs = {id(c): c for m in model.modules() if (c := vars(m).get("config")) is not None}     # most share theirs

@@ -8,15 +8,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from .. import _core
-from ..base.modes import DISKS
+from ..base.modes import DISKS, HOMES
 from ..base.units import ALIGN, Group
 from ..store.disk import BUFFER_BYTES, DISK_BUFFERS, FROZEN, PADDING, PADDING_BYTES, buffer_bytes
 from .cost import STAGINGS
@@ -30,53 +30,70 @@ PLANES_OF = {"weights": ("HI",), "masters": ("LO", "MASTER"), "moments": ("M", "
              "sums": ("ACC",)}
 SETTLED = ("vram", "arrive")  # homes of units whose weights and gradients stay on the device
 PAGE = os.sysconf("SC_PAGESIZE")
+Homes = Sequence[str] | np.ndarray
+
+
+_CODES = {home: code for code, home in enumerate(HOMES)}
+_Side = dict[str, tuple[np.ndarray, np.ndarray]]        # by plane: bytes [homes, units], and which homes have it at all
 
 
 class Tally:
-    """Sums of bytes: of one machine's host memory and drive, and of one GPU's memory. Homes are given by unit, as
-    base/modes.py has them. fleet: the processes that have the units; of several, weights are in host memory whatever
-    their homes, and sums of gradients are on the devices from the first micro-batch on. keeps: gradients have planes;
-    else they pass through `lent` buffers of a size, in either memory."""
+    """Sums of bytes: of one machine's host memory and drive, and of one GPU's memory. fleet: the processes that have
+    the units; of several, weights are in host memory whatever their homes, and of all other planes each has its part.
+    keeps: gradients have planes; else they pass through `lent` buffers of a size, in either memory.
+
+    Homes are given by unit, as base/modes.py has them; or of many choices at once, `coded`, [choices, units]. Then the
+    sums are arrays [choices], and micro may be one too."""
 
     def __init__(self, units: Sequence[Unit], fleet: Fleet = ALONE, keeps: bool = True, lent: int = LENT) -> None:
         self.units, self.fleet, self.keeps, self.most_lent = units, fleet, keeps, lent
-        known: dict[Unit, int] = {}             # of units with the same bytes the first: sums are over few kinds
-        self.alike = [known.setdefault(dataclasses.replace(unit, name=""), u) for u, unit in enumerate(units)]
-        self._known: dict[tuple[int, str, bool, bool], tuple[dict[str, int], dict[str, int]]] = {}
+        every = {plane: np.array([getattr(u, plane) for u in units], dtype=np.int64) for plane in PLANES_OF}
+        weights, states = {"weights": every["weights"]}, {what: every[what] for what in ("masters", "moments")}
+        gradients = {what: every[what] for what in ("gradients", "sums")}
+        shared = {} if fleet.alone else weights
+        copies = {"weights": every["weights"] * (every["masters"] > 0)}         # a copy's master is weight and rest
+        kept = {"ram": every, "through": every, "disk": weights | gradients, "disk+weights": gradients}
+        self._host = _side(kept | {"arrive": states | shared, "vram": shared})
+        self._copied = _side(kept | dict.fromkeys(SETTLED, states | copies | shared))
+        self._device = _side({"vram": every, "arrive": weights | gradients})
         # By unit: of states that arrive for its update; (planes, at most between them) of a machine's drive, by home.
-        self.states = [sum(fleet.on_device(u.visiting).values()) * bool(u.trained) for u in units]
-        self.files = {home: [self._file(unit, home == "disk+weights") for unit in units] for home in DISKS}
+        # Planes begin at whole blocks of it, and each rank has a file.
+        self.states = [sum(-(-n // fleet.count) for n in (u.masters, u.moments)) * bool(u.trained) for u in units]
+        drive, self.files = {}, {}
+        for home in DISKS:
+            filed = ({"weights": every["gradients"], FROZEN: every["weights"] - every["gradients"]}
+                     if home == "disk+weights" else {}) | states
+            whole = np.sum([*filed.values()], 0)
+            blocks = np.array([u.count for u in units]) + whole // BUFFER_BYTES + 1
+            padding = blocks * PADDING_BYTES * (whole > 0) * fleet.gpus
+            filed = {what: -(-n // fleet.machines) for what, n in filed.items()}
+            drive[home] = filed | {PADDING: padding}
+            self.files[home] = [*zip(np.sum([*filed.values()], 0).tolist(), padding.tolist())]
+        self._drive = _side(drive)
 
-    def host(self, homes: Sequence[str], micro: int, copied: bool = False) -> dict[str, int]:
+    def host(self, homes: Homes, micro: Any, copied: bool = False) -> dict[str, Any]:
         """In host memory, by plane and beside planes. copied: with copies of what lives elsewhere: a machine that
         reads all states has them whole."""
-        total = self._sum(homes, micro > 1, copied, 0)
+        codes, several, machines = coded(homes), np.asarray(micro) > 1, self.fleet.machines
+        total = _sum(self._copied if copied else self._host, codes)
+        total = {what: n if what == "weights" or (copied and what in ("masters", "moments")) else -(-n // machines)
+                 for what, n in total.items()}
+        if "sums" in total:
+            total["sums"] = total["sums"] * several
         if not self.keeps:
-            total["gradients"] = sum(self.lent(homes))
-        if not set(DISKS).isdisjoint(homes):
-            total[DISK_BUFFERS] = buffer_bytes(homes)
-        if micro > 1:
-            total["staging"] = STAGINGS * max(
-                [self.units[u].gradients for u, home in set(zip(self.alike, homes)) if home not in SETTLED], default=0)
-        return self.fleet.on_host(total) | {what: total[what] for what in ("masters", "moments")
-                                            if copied and what in total}
+            total["gradients"] = self._lent(codes, on_device=False)
+        filed, weights = ((codes == _CODES[home]).any(-1) for home in DISKS)
+        if np.any(filed | weights):
+            total[DISK_BUFFERS] = buffer_bytes(filed, weights) * self.fleet.gpus
+        if several.any():                               # of several ranks each one's part of a sum, in fp32
+            largest = (self._host["gradients"][0][_CODES["ram"]] * ~settled(codes)).max(-1, initial=0)
+            staging = STAGINGS * largest if self.fleet.alone else -(-2 * STAGINGS * largest // machines)
+            total["staging"] = staging * several
+        return _plain(total)
 
-    def _file(self, unit: Unit, weights: bool) -> tuple[int, int]:
-        """Planes begin at whole blocks of it."""
-        planes = unit.masters + unit.moments + unit.weights * weights
-        return self.fleet.on_drive(planes, (unit.count + planes // BUFFER_BYTES + 1) * PADDING_BYTES * bool(planes))
-
-    def disk(self, homes: Sequence[str]) -> dict[str, int]:
+    def disk(self, homes: Homes) -> dict[str, Any]:
         """On disk, by plane, and between them."""
-        total: dict[str, int] = {}
-        for (u, home), count in Counter((self.alike[u], home) for u, home in enumerate(homes) if home in DISKS).items():
-            unit, planes = self.units[u], {}
-            if home == "disk+weights":
-                planes = {"weights": unit.gradients, FROZEN: unit.weights - unit.gradients}
-            planes = {what: self.fleet.on_drive(n, 0)[0] for what, n in (planes | unit.visiting).items()}
-            for what, n in (planes | {PADDING: self.files[home][u][1]}).items():
-                total[what] = total.get(what, 0) + n * count
-        return total
+        return _plain(_sum(self._drive, coded(homes)))
 
     def device(self, homes: Sequence[str], ring: int, micro: int) -> dict[str, int]:
         """On the device, activations left out; around updates there are `visiting` besides."""
@@ -84,12 +101,16 @@ class Tally:
                 **{f"at home: {plane}": n for plane, n in self.at_home(homes, micro).items()},
                 "updates through the device": THROUGH_BYTES * ("through" in homes)}
 
-    def at_home(self, homes: Sequence[str], micro: int) -> dict[str, int]:
+    def at_home(self, homes: Homes, micro: Any) -> dict[str, Any]:
         """On the device by plane, of units that live there, all the time; weights too, which are in their slots."""
-        total = self._sum(homes, micro > 1, False, 1)
+        codes = coded(homes)
+        total = {what: n if what == "weights" else -(-n // self.fleet.count)
+                 for what, n in _sum(self._device, codes).items()}
+        if "sums" in total:
+            total["sums"] = total["sums"] * (np.asarray(micro) > 1)
         if not self.keeps and total:
-            total["gradients"] = sum(self.lent(homes, settled=True))
-        return self.fleet.on_device(total)
+            total["gradients"] = self._lent(codes, on_device=True)
+        return _plain(total)
 
     def visiting(self, homes: Sequence[str]) -> int:
         """On the device around updates: states that arrive."""
@@ -100,33 +121,40 @@ class Tally:
         return _core.plan_slots([n for u, home in zip(self.units, homes) if home not in SETTLED
                            for n in (u.slots if home != "disk+weights" else (u.weights,))], ring)
 
-    def lent(self, homes: Sequence[str], settled: bool = False) -> list[int]:
-        """Buffers in host memory that gradients pass through, where they are kept nowhere. settled: on the device."""
-        own = [u.gradients for u, home in zip(self.units, homes) if (home in SETTLED) == settled]
-        return [] if self.keeps else _core.plan_slots(own, self.most_lent)
+    def _lent(self, codes: np.ndarray, on_device: bool) -> Any:
+        """Buffers that gradients pass through where they are kept nowhere, on the device or the host."""
+        if codes.ndim > 1:
+            return np.array([self._lent(row, on_device) for row in codes])
+        own = [u.gradients for u, there in zip(self.units, settled(codes)) if there == on_device]
+        return sum(_core.plan_slots(own, self.most_lent))
 
-    def _sum(self, homes: Sequence[str], several: bool, copied: bool, side: int) -> dict[str, int]:
-        """By plane, of units with the same bytes at the same home at once. side: 0, host memory, or 1, the device."""
-        total: dict[str, int] = {}
-        for (u, home), count in Counter(zip(self.alike, homes)).items():
-            key = u, home, several, copied
-            if key not in self._known:
-                self._known[key] = self._planes(*key)
-            for plane, n in self._known[key][side].items():
-                total[plane] = total.get(plane, 0) + n * count
-        return total
 
-    def _planes(self, u: int, home: str, several: bool, copied: bool) -> tuple[dict[str, int], dict[str, int]]:
-        """Of a unit, in host memory and on the device. A copy's master is weight and rest."""
-        unit = self.units[u]
-        states, weights = unit.visiting, {"weights": unit.weights}
-        grads = {"gradients": unit.gradients, "sums": unit.sums * several}
-        if home not in SETTLED:
-            here = {} if home == "disk+weights" else weights
-            return (here | grads if home in DISKS else here | states | grads), {}
-        host = (states | (weights if unit.masters else {})) if copied else states if home == "arrive" else {}
-        device = weights | (states if home == "vram" else {}) | (grads if self.keeps else {"sums": grads["sums"]})
-        return host | ({} if self.fleet.alone else weights), device
+def coded(homes: Homes) -> np.ndarray:
+    """Homes by their numbers in HOMES, which are C's."""
+    return homes if isinstance(homes, np.ndarray) else np.array([_CODES[home] for home in homes], dtype=np.uint8)
+
+
+def settled(codes: np.ndarray) -> np.ndarray:
+    """Units whose weights stay on the device."""
+    return np.isin(codes, [_CODES[home] for home in SETTLED])
+
+
+def _side(by_home: dict[str, dict[str, np.ndarray]]) -> _Side:
+    """A kind of memory. by_home: bytes [units] by plane."""
+    planes = {what: n for some in by_home.values() for what, n in some.items()}
+    return {what: (np.stack([by_home.get(home, {}).get(what, np.zeros_like(n)) for home in HOMES]),
+                   np.array([what in by_home.get(home, {}) for home in HOMES])) for what, n in planes.items()}
+
+
+def _sum(side: _Side, codes: np.ndarray) -> dict[str, np.ndarray]:
+    """By plane, those that some unit has there."""
+    units = np.arange(codes.shape[-1])
+    return {what: table[codes, units].sum(-1) for what, (table, has) in side.items() if has[codes].any()}
+
+
+def _plain(total: dict[str, Any]) -> dict[str, Any]:
+    """Sums of one choice as Python's numbers."""
+    return {what: n if np.ndim(n) else int(n) for what, n in total.items()}
 
 
 @dataclass(frozen=True)
