@@ -35,10 +35,10 @@ from megatrain_torch import _core
 from megatrain_torch._core import Engine, plan_slots
 from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.plans import doctor
-from megatrain_torch.plans.fleet import Fleet
 from megatrain_torch.plans.machine import MACHINES
 from megatrain_torch.plans.search import Choice, Problem, Wishes
 from megatrain_torch.plans.shapes import Shape, shapes_of
+from megatrain_torch.plans.tally import Fleet
 from megatrain_torch.store.disk import MEMORY_BYTES
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "h200-2026-11-21.jsonl"

@@ -38,11 +38,10 @@ from ..figures.report import LANES
 from ..figures.tables import Shown, Table, Tier, bytes_table, draw_tiers
 from ..store.disk import FROZEN, PADDING, SPILLED, YEAR_S, Disk
 from .changes import refusal
-from .fleet import Fleet, check_delivery, check_homes
 from .machine import DRIVE, DRIVE_NAME, Machine, resolve
 from .search import OVERHEAD, Choice, Problem, Timing, Wishes, solve
 from .shapes import Shape, shapes_of
-from .tally import LENT
+from .tally import LENT, Fleet, check_delivery, check_homes
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ def loading(asked: Asked, own: list[int]) -> dict[str, int]:
         steps.append(buffers | {"weights": at + unit.weights, "the device's slots": slots, OWN: -given})
         at += unit.weights * ((not settled or not asked.fleet.alone) and home != "disk+weights")
         given += n
-    steps.append(buffers | {"weights": at, "the device's slots": sum(asked.slots()) * asked.on_cpu, OWN: -given})
+    steps.append(buffers | {"weights": at, "the device's slots": asked.device()["slots"] * asked.on_cpu, OWN: -given})
     return max(steps, key=lambda held: sum(held.values()))
 
 

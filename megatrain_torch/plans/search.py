@@ -25,10 +25,9 @@ from ..figures.report import LANES, OWN, WAITS
 from ..store.disk import BAYS, BUNDLE_PADDING_BYTES, FEED_BYTES, MEMORY_BYTES, POOL, SPILLED
 from ..store.planes import AHEAD, STAY
 from .cost import CACHE_SHARE, OFFLOAD_DEPTH, STAGINGS, Cost, cost_of
-from .fleet import ADDED_BYTES, ALONE, Exchange, Fleet, host_rate
 from .machine import Machine
 from .shapes import Shape
-from .tally import LENT, THROUGH_BYTES, Tally, coded, settled
+from .tally import ALONE, LENT, SETTLED, THROUGH_BYTES, Exchange, Fleet, Tally, coded
 
 MOST_SIMULATIONS = 20000    # a second; a search of a hundred layers takes some hundred
 WORTH_THROUGH = 1.01        # README's loop, 7B width, 24 GiB, measured 2.4 % where plans have 1.6 to 2.7
@@ -128,8 +127,6 @@ class Problem:
         self.crossing = [u.weights + (sum(u.fetched[:1]) if wishes.fused and i not in own else sum(u.fetched[1:]) // 2)
                          for i, u in enumerate(shape.units)]
         self.exchange = Exchange(shape.units, self.crossing, self.seen, wishes.fleet, wishes.delivery)
-        # Bytes/s of the host's memory for one GPU's copies; 0: it has enough.
-        self.memory_rate = 0.0 if wishes.fleet.alone else host_rate(self.seen) / wishes.fleet.gpus
         self.depth = OFFLOAD_DEPTH if wishes.grads == "ram" else min(OFFLOAD_DEPTH, wishes.lent)
         self.host_rate = self.seen.adam_rate(states=wishes.states)
         self.through_rate = self.seen.through_rate(wishes.states, alone=wishes.homes == "through")
@@ -437,13 +434,8 @@ class Problem:
                 Choice(count, self.rows[row].homes, self.rings[ring], modes))
 
     def _memory_s(self, codes: np.ndarray, micro: int) -> np.ndarray:
-        """Of the host's memory, which several GPUs share, for what is no copy of one of them."""
-        fleet = self.wishes.fleet
-        if fleet.alone:
-            return np.zeros(len(codes))
-        away = (self._of_units("trained") * ~settled(codes)).sum(-1) / fleet.machines
-        updated, added = moved_bytes(self.wishes.states), (micro - 1) * away * ADDED_BYTES
-        return micro * self.exchange.link_bytes / self.memory_rate + (away * updated + added) / host_rate(self.seen)
+        updated = (self._of_units("trained") * ~np.isin(codes, coded(SETTLED))).sum(-1)
+        return self.exchange.memory_s(updated, micro, self.wishes.states)
 
     # ---- as arrays ----
 
@@ -492,7 +484,7 @@ class Problem:
                 "pieces": _lists(u.fetched for u in units), "whole": pieces,
                 "spared": sum(_core.plan_slots(self.crossing, 2)) if pieces else 0,
                 "h2d": m.h2d_gbps * 1e9, "d2h": m.d2h_gbps * 1e9, "both": m.both_gbps * 1e9, "busy": m.busy_gbps * 1e9,
-                "write": m.disk_write_gbps * 1e9, "read": m.disk_read_gbps * 1e9, "memory": self.memory_rate,
+                "write": m.disk_write_gbps * 1e9, "read": m.disk_read_gbps * 1e9, "memory": exchange.memory_rate,
                 "shown": SHOWN_MICRO, "depth": self.depth, "stagings": STAGINGS, "bays": BAYS, "ahead": AHEAD,
                 "stay": STAY, "rest_s": NORM_S, "early": EARLY, "padding": BUNDLE_PADDING_BYTES,
                 "lends": w.lent, "keeps": w.grads == "ram", "most_vram": self.machine.vram_bytes,

@@ -62,11 +62,6 @@ class Disk:
         return free if self.limit is None else min(free, self.limit)
 
 
-def buffer_bytes(filed: Any, weights: Any) -> Any:
-    """Host memory of what passes between the file and units at home there. filed: states are, or, `weights`, all."""
-    return MEMORY_BYTES * (filed | weights) + FEED_BYTES * weights
-
-
 def file_bytes(asked: Asked) -> int:
     """What is at home on disk takes there, at most; of a machine's drive, all that its processes have."""
     return sum(asked.tally().disk(asked.homes).values())
