@@ -398,6 +398,11 @@ def test_updates_pass_through_the_device_where_a_host_has_few_cores(monkeypatch:
     assert early.seconds < whole.seconds and "host update" not in early.idle, "beside backward, by the device alone"
 
 
+def test_a_module_without_parameters_is_refused() -> None:
+    with pytest.raises(mt.MegatrainError, match="ReLU has no parameters: there is nothing to plan"):
+        mt.plan(torch.nn.ReLU(), tokens=8, seq=2, machine="cpu")
+
+
 def test_through_the_device_is_refused_or_moot_as_any_wish() -> None:
     """No states on disk, whatever there is of one; and of a model of which nothing is trained, no updates."""
     asked = {"tokens": 4096, "seq": 512, "machine": FLAT, "homes": "through"}

@@ -211,7 +211,8 @@ class Problem:
         asked, several = self.wishes.homes, sorted({k > 1 for k in self.micro_counts})
         found: list[tuple[tuple[str, ...], bool]] = []
         base = list(self._homes())
-        lacks = [self._host(self._coded(base), 1 + some) - self.seen.host_bytes for some in several]
+        codes = self._coded(base)
+        lacks = [self._host(codes, 1 + some) - self.seen.host_bytes for some in several]
         for at, homes in enumerate(base):
             placed = [self._with_disk(homes, int(lack[at])) for lack in lacks]
             through = frozenset() if isinstance(asked, dict) else self._through(homes)
@@ -236,7 +237,7 @@ class Problem:
         """[choices, units], as Tally takes many."""
         return np.array([coded(some) for some in homes], dtype=np.uint8).reshape(-1, len(self.shape.units))
 
-    def _host(self, codes: np.ndarray, micro: Any) -> np.ndarray:
+    def _host(self, codes: np.ndarray, micro: int | np.ndarray) -> np.ndarray:
         """Bytes in host memory of many homes of all units, activations left out."""
         return np.full(len(codes), self.seen.host_overhead_bytes) + sum(self.tally.host(codes, micro).values())
 

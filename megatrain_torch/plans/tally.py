@@ -11,6 +11,7 @@ as there are ranks in all, and each is on its owner's machine alone.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -47,9 +48,8 @@ PLANES_OF = {"weights": ("HI",), "masters": ("LO", "MASTER"), "moments": ("M", "
 SETTLED = ("vram", "arrive")  # homes of units whose weights and gradients stay on the device
 PAGE = os.sysconf("SC_PAGESIZE")
 _Homes = Sequence[str] | np.ndarray
-
-
 _CODES = {home: code for code, home in enumerate(HOMES)}
+
 ADDED_BYTES = 14                # per parameter in host memory: a further micro-batch's sum
 PAIR_BYTES = 200 << 20          # of a communicator of two ranks, one of each direction between machines: 389 MiB with
                                 # all channels that NCCL opens, of which it is let have 8
@@ -186,7 +186,7 @@ class Tally:
             self._drive[home] = filed | {PADDING: padding}
             self.files[home] = [*zip(sum(filed.values()).tolist(), padding.tolist())]
 
-    def host(self, homes: _Homes, micro: Any, copied: bool = False) -> dict[str, Any]:
+    def host(self, homes: _Homes, micro: int | np.ndarray, copied: bool = False) -> dict[str, Any]:
         """In host memory, by plane and beside planes. copied: with copies of what lives elsewhere: a machine that
         reads all states has them whole."""
         codes, several, machines = coded(homes), np.asarray(micro) > 1, self.fleet.machines
@@ -216,7 +216,7 @@ class Tally:
                 **{f"at home: {plane}": n for plane, n in self.at_home(homes, micro).items()},
                 "updates through the device": THROUGH_BYTES * ("through" in homes)}
 
-    def at_home(self, homes: _Homes, micro: Any) -> dict[str, Any]:
+    def at_home(self, homes: _Homes, micro: int | np.ndarray) -> dict[str, Any]:
         """On the device by plane, of units that live there, all the time; weights too, which are in their slots."""
         codes = coded(homes)
         total = {what: n if what == "weights" else -(-n // self.fleet.count)
@@ -238,10 +238,10 @@ class Tally:
 
     def _lent(self, codes: np.ndarray, on_device: bool) -> Any:
         """Buffers that gradients pass through where they are kept nowhere, on the device or the host."""
-        if codes.ndim > 1:
-            return np.array([self._lent(row, on_device) for row in codes])
-        own = [u.gradients for u, there in zip(self.units, np.isin(codes, coded(SETTLED))) if there == on_device]
-        return sum(_core.plan_slots(own, self.most_lent))
+        gradients, chosen = [u.gradients for u in self.units], np.isin(codes, coded(SETTLED)) == on_device
+        found = [sum(_core.plan_slots([*itertools.compress(gradients, row)], self.most_lent))
+                 for row in np.atleast_2d(chosen)]
+        return np.array(found) if codes.ndim > 1 else found[0]
 
 
 def coded(homes: _Homes) -> np.ndarray:
