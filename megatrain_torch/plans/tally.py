@@ -27,15 +27,7 @@ from ..base.modes import DELIVERIES, DISKS, HOMES, moved_bytes
 from ..base.units import ALIGN, Group
 from ..figures.tables import Tier
 from ..group import between
-from ..store.disk import (
-    BUFFER_BYTES,
-    DISK_BUFFERS,
-    FEED_BYTES,
-    FROZEN,
-    MEMORY_BYTES,
-    PADDING,
-    PADDING_BYTES,
-)
+from ..store import disk
 from .cost import OFFLOAD_DEPTH, STAGINGS
 from .machine import SHARED_ADAM, Machine
 from .shapes import Unit, unit_bytes
@@ -178,12 +170,12 @@ class Tally:
         self._drive, self.files = {}, {}
         for home in DISKS:
             filed = states if home == "disk" else \
-                {"weights": every["gradients"], FROZEN: every["weights"] - every["gradients"]} | states
+                {"weights": every["gradients"], disk.FROZEN: every["weights"] - every["gradients"]} | states
             whole = sum(filed.values())
-            blocks = np.array([u.count for u in units]) + whole // BUFFER_BYTES + 1
-            padding = blocks * PADDING_BYTES * (whole > 0) * fleet.gpus
+            blocks = np.array([u.count for u in units]) + whole // disk.BUFFER_BYTES + 1
+            padding = blocks * disk.PADDING_BYTES * (whole > 0) * fleet.gpus
             filed = {what: -(-n // fleet.machines) for what, n in filed.items()}
-            self._drive[home] = filed | {PADDING: padding}
+            self._drive[home] = filed | {disk.PADDING: padding}
             self.files[home] = [*zip(sum(filed.values()).tolist(), padding.tolist())]
 
     def host(self, homes: _Homes, micro: int | np.ndarray, copied: bool = False) -> dict[str, Any]:
@@ -199,7 +191,8 @@ class Tally:
             total["gradients"] = self._lent(codes, on_device=False)
         filed, weights = ((codes == _CODES[home]).any(-1) for home in DISKS)
         if np.any(filed | weights):
-            total[DISK_BUFFERS] = (MEMORY_BYTES * (filed | weights) + FEED_BYTES * weights) * self.fleet.gpus
+            buffers = disk.MEMORY_BYTES * (filed | weights) + disk.FEED_BYTES * weights
+            total[disk.DISK_BUFFERS] = buffers * self.fleet.gpus
         if several.any():                               # of several ranks each one's part of a sum, in fp32
             largest = (self._host["ram"]["gradients"] * ~np.isin(codes, coded(SETTLED))).max(-1, initial=0)
             staging = STAGINGS * largest if self.fleet.alone else -(-2 * STAGINGS * largest // machines)
