@@ -35,10 +35,10 @@ from megatrain_torch import _core
 from megatrain_torch._core import Engine, plan_slots
 from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.plans import doctor
-from megatrain_torch.plans.fleet import Fleet
 from megatrain_torch.plans.machine import MACHINES
 from megatrain_torch.plans.search import Choice, Problem, Wishes
 from megatrain_torch.plans.shapes import Shape, shapes_of
+from megatrain_torch.plans.tally import Fleet
 from megatrain_torch.store.disk import MEMORY_BYTES
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "h200-2026-11-21.jsonl"
@@ -396,6 +396,11 @@ def test_updates_pass_through_the_device_where_a_host_has_few_cores(monkeypatch:
     assert whole.busy["through"] > moved / (FLAT.both_gbps * 1e9)
     assert early.busy["through"] == whole.busy["through"] and not early.busy["host update"]
     assert early.seconds < whole.seconds and "host update" not in early.idle, "beside backward, by the device alone"
+
+
+def test_a_module_without_parameters_is_refused() -> None:
+    with pytest.raises(mt.MegatrainError, match="ReLU has no parameters: there is nothing to plan"):
+        mt.plan(torch.nn.ReLU(), tokens=8, seq=2, machine="cpu")
 
 
 def test_through_the_device_is_refused_or_moot_as_any_wish() -> None:

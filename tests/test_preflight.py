@@ -23,10 +23,9 @@ import megatrain_torch as mt
 from megatrain_torch.base.limits import Bound, HostLimits, with_margin
 from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.plans import room as room_module
-from megatrain_torch.plans.fleet import Fleet
 from megatrain_torch.plans.room import short
 from megatrain_torch.plans.search import OVERHEAD
-from megatrain_torch.plans.tally import Asked
+from megatrain_torch.plans.tally import Asked, Fleet
 from megatrain_torch.store.disk import file_bytes
 
 WIDTH, LAYERS = 128, 4

@@ -250,7 +250,7 @@ def test_a_step_goes_from_one_step_of_the_optimizer_to_the_next() -> None:
     reports = t.steps()
     assert len(reports) == 4
     assert t.steps(2) == reports[-2:]
-    times = t._step_times()
+    times = list(t._between_steps().values())
     for report, a, b in zip(reports, times, times[1:]):
         assert report.seconds == pytest.approx((b - a) * 1e-9)
         forwards = [s for s in t.slices() if s.work == "forward" and a <= s.begin < b]
@@ -282,7 +282,7 @@ def test_evaluation_is_a_step_of_its_own() -> None:
             model(torch.ones(2, 8))
         step(model, opt)
     works = [{s.work for s in t.slices() if s.lane == "compute" and a <= s.begin < b}
-             for a, b in pairwise(t._step_times())]
+             for a, b in pairwise(list(t._between_steps().values()))]
     assert works == [{"forward", "loss", "backward"}, {"forward"}, {"forward"}, {"forward", "loss", "backward"}]
 
 
@@ -445,7 +445,7 @@ def overlap(slices: list[Slice], gaps: list[tuple[int, int]]) -> float:
 
 def assert_no_wait_is_the_hosts_own(t: mt.Trace) -> set[str]:
     """Compute's gaps less the time in which Python waited is the most that may be its own. Returns all causes."""
-    lanes, marks, causes = by_lane(t.slices()), t._step_times(), set()
+    lanes, marks, causes = by_lane(t.slices()), list(t._between_steps().values()), set()
     assert lanes["hand-over"] and all(s.work == "wait" for s in lanes["hand-over"])
     for report, a, b in zip(t.steps(), marks, marks[1:]):
         edges = [a, *(x for s in lanes["compute"] for x in (s.begin, s.end) if a <= s.begin and s.end <= b), b]

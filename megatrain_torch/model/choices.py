@@ -23,10 +23,9 @@ from ..base.modes import DISK, HOMES, MODES, check_products, check_states
 from ..base.testing import Doors, opened
 from ..base.units import Group, usual_experts
 from ..plans import planner
-from ..plans.fleet import ALONE, Fleet, check_delivery
 from ..plans.planner import Plan
 from ..plans.room import check_device, check_loading, check_weights, loads, to_disk
-from ..plans.tally import LENT, Asked
+from ..plans.tally import ALONE, LENT, Asked, Fleet, check_delivery
 from ..store.disk import SPILLED, Disk, check_room
 from ..store.records import DTYPES
 from .runtime import runtimes

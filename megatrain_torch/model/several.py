@@ -23,7 +23,7 @@ from ..graph.exchange import Exchange
 from ..group.between import Between
 from ..group.control import Control
 from ..group.ranks import Ranks, as_one, shared, watch_torchrun
-from ..plans.fleet import check_homes
+from ..plans.tally import check_homes
 
 if TYPE_CHECKING:
     from .choices import Choices, Limits

@@ -31,10 +31,10 @@ from ..fused.layer import codable
 from ..group.between import Between
 from ..group.ranks import Ranks, as_one, ranks_of
 from ..group.waits import calling
-from ..plans.fleet import ALONE, Fleet
 from ..plans.planner import Plan
 from ..plans.room import Room, shortage
 from ..plans.shapes import shaped
+from ..plans.tally import ALONE, Fleet
 from ..store.bases import expands, with_base
 from ..store.disk import Disk
 from .choices import Limits, check_model, choose, compute_device, fitted

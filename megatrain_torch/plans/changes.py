@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..base.errors import MegatrainError
 from ..base.limits import show_bytes, show_size
 from ..base.modes import FORMATS
@@ -23,6 +25,7 @@ from ..figures.tables import as_text, bytes_table
 from .machine import Machine
 from .search import Problem, solve
 from .shapes import Shape
+from .tally import coded
 
 ENDLESS = 1 << 62           # bytes of a disk
 GIB = 1 << 30
@@ -184,10 +187,11 @@ class _Search:
             found["seq"] = _last(fits, wishes.seq)
         # The least of a disk, over what may be chosen with one that has no end.
         tried = self.tried({"nvme": ENDLESS})
-        spilled, counts = iter(tried.needs[0]), tried.micro_counts
-        if disk := min((sum(tried.disk_bytes(row.homes, k).values()) + n * wishes.fleet.gpus
-                        for row in tried.rows for k in counts if (n := next(spilled)) >= 0), default=0):
-            found["nvme"] = {"limit": disk}
+        spilled = np.array(tried.needs[0]).reshape(-1, len(tried.micro_counts))
+        filed = sum(tried.tally.disk(np.array([coded(row.homes) for row in tried.rows])).values())
+        disk = np.reshape(filed, (-1, 1)) + spilled * wishes.fleet.gpus
+        if least := min(disk[spilled >= 0], default=0):
+            found["nvme"] = {"limit": int(least)}
         return found
 
     def ways(self) -> list[Way]:

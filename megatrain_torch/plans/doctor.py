@@ -36,8 +36,8 @@ from ..base.modes import FORMATS, LEAST_CAPABILITY, LOW_BYTES, moved_bytes
 from ..figures.tables import as_text
 from ..fused.templates.attention import Attention
 from .cards import MEASURED
-from .fleet import ADDED_BYTES, host_rate
 from .machine import RATES, Machine, describe, store_path
+from .tally import ADDED_BYTES, host_rate
 
 MIB = 2**20
 ISAS = _core.build_info()["isas"]           # by number, as adam_step takes them: each needs those before it

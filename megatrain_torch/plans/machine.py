@@ -19,7 +19,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -285,39 +285,39 @@ def _of_file(path: Path) -> Machine:
         raise MegatrainError(f"{path}: {why}") from None
 
 
-# What a row of each table has, and whether rows have to come in the order of their first number, all of them others.
-_ROWS = {"gemm": ((int, int, float), False), "attention": ((int, float, float), True),
-         "adam_gparams": ((int, float), True), "adam8_gparams": ((str, float), False), "origins": ((str, str), False)}
-_MAY_BE_EMPTY = ("adam8_gparams", "origins")
+_ASCENDING = ("attention", "adam_gparams")      # tables whose rows come in the order of their first number, all others
+_MAY_BE_EMPTY = ("adam8_gparams", "origins", "versions")
 _MAY_BE_ZERO = ("beside_gparams", "vram_overhead_bytes", "host_overhead_bytes", "disk_tbw", "whole_gbps", "host_gbps",
                 "exchange_gbps", "fp8_gain", "communicator_bytes", "shared_gparams")
 
 
-def _is(kind: type, value: Any, zero: bool = False) -> bool:
-    """Is it of this kind? A number has to be finite and more than 0, or 0 where `zero` says so."""
-    if kind in (str, bool, dict):
-        return type(value) is kind
-    good = type(value) is int or (kind is float and type(value) is float and math.isfinite(value))
-    return good and (value > 0 or (zero and value == 0))
+def _fits(kind: Any, value: Any, zero: bool = False) -> bool:
+    """Is it of this type? A number has to be finite and more than 0, or 0 where `zero` says so."""
+    parts = get_args(kind)
+    if kind in (int, float):
+        good = type(value) is int or (kind is float and type(value) is float and math.isfinite(value))
+        return good and (value > 0 or (zero and value == 0))
+    if get_origin(kind) is not tuple:
+        return type(value) is (get_origin(kind) or kind)
+    if not isinstance(value, (list, tuple)) or (parts[-1] is not ... and len(value) != len(parts)):
+        return False
+    return all(map(_fits, itertools.repeat(parts[0]) if parts[-1] is ... else parts, value))
 
 
 def _from_dict(fields: dict[str, Any]) -> Machine:
-    for f in dataclasses.fields(Machine):
-        if f.name not in fields:
+    fields = dict(fields)
+    for name, kind in get_type_hints(Machine).items():
+        if name not in fields:
             continue
-        value, kind = fields[f.name], {"str": str, "int": int, "float": float, "bool": bool}.get(f.type, dict)
-        if f.name == "device":
-            good = value in ("cuda", "cpu")
-        elif f.name in _ROWS:
-            kinds, ascending = _ROWS[f.name]
-            good = isinstance(value, (list, tuple)) and bool(value or f.name in _MAY_BE_EMPTY) and all(
-                isinstance(row, (list, tuple)) and len(row) == len(kinds) and all(map(_is, kinds, row))
-                for row in value) and (not ascending or all(a[0] < b[0] for a, b in itertools.pairwise(value)))
-        else:
-            good = _is(kind, value, f.name in _MAY_BE_ZERO)
+        value = fields[name]
+        good = _fits(kind, value, name in _MAY_BE_ZERO) and (name != "device" or value in ("cuda", "cpu"))
+        if good and get_origin(kind) is tuple:
+            good = bool(value) or name in _MAY_BE_EMPTY
+            good = good and (name not in _ASCENDING or all(a[0] < b[0] for a, b in itertools.pairwise(value)))
+            fields[name] = tuple(map(tuple, value))
         if not good:
-            raise ValueError(f"{f.name}={shown(value)}")
-    machine = Machine(**{**fields, **{name: tuple(map(tuple, fields[name])) for name in _ROWS if name in fields}})
+            raise ValueError(f"{name}={shown(value)}")
+    machine = Machine(**fields)
     points = [(n, w) for n, w, _ in machine.gemm]
     if sorted(set(points)) != sorted(itertools.product({n for n, _ in points}, {w for _, w in points})):
         raise ValueError("gemm is no full grid of tokens and widths")

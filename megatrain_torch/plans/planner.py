@@ -38,11 +38,10 @@ from ..figures.report import LANES
 from ..figures.tables import Shown, Table, Tier, bytes_table, draw_tiers
 from ..store.disk import FROZEN, PADDING, SPILLED, YEAR_S, Disk
 from .changes import refusal
-from .fleet import Fleet, check_delivery, check_homes
 from .machine import DRIVE, DRIVE_NAME, Machine, resolve
 from .search import OVERHEAD, Choice, Problem, Timing, Wishes, solve
 from .shapes import Shape, shapes_of
-from .tally import LENT
+from .tally import LENT, Fleet, check_delivery, check_homes
 
 
 @dataclass(frozen=True)
@@ -172,10 +171,63 @@ class Plan(Shown):
         draw_tiers(path, self._head(), self.tiers)
 
     def _head(self) -> str:
-        return _headline(self)
+        frozen = "all trained" if self.trained == self.parameters else f"{self.trained:,} trained"
+        cut = f"{self.micro} micro-batches of {self.tokens // self.micro:,}" if self.micro > 1 else "one micro-batch"
+        cut += f"; {self.states} states" * (self.states != "fp32")
+        cut += "; products in fp8" * (self.products == "fp8")
+        cut += "; weights in shards" * (self.delivery == "shards")
+        lines = [f"{self.model}: {self.parameters / 1e9:.3f} B parameters, {frozen}",
+                 f"{self.fleet.each}{self.tokens:,} tokens a step in sequences of {self.seq:,}, {cut}; {self.compute} "
+                 "layers"]
+        if self.own:
+            lines.append(f"own code: {own_code(self.own)}")
+        if self.assumed and self.compute == "fused" and len(self.own) < len(self.activations):
+            lines.append("templates: relies on no hooks inside layers, and on autocast to no other type than the "
+                         "weights'")
+        lines.append(f"{self.machine.name}: rates {self.machine.source}")
+        all_of = "" if self.fleet.alone else " in all"
+        lines.append(f"predicted: {self.tokens_per_second:,.0f} tokens/s{all_of}, {self.seconds:.4g} s a step "
+                     f"({self.forward_s:.3g} forward); bound by {LANES.get(self.bound, self.bound)}")
+        if self.machines > 1:   # so that nothing waits: new weights within a forward, all gradients within a backward
+            leaving = sum(self.weights.values()) * self.trained / self.parameters * (self.machines - 1) / self.machines
+            forward_s, backward_s = self.forward_s / self.micro, (self.seconds - self.forward_s) / self.micro
+            needed = max(leaving / forward_s, self.gpus * leaving / backward_s) / 1e9
+            lines.append(f"between machines: {needed:.3g} GB/s from each hide behind compute; "
+                         f"{self.machine.network_gbps:.4g} are stated (network_gbps)")
+        return "\n".join(lines)
 
     def _tables(self) -> list[Table]:
-        return _tables(self)
+        lanes: list[tuple[str, ...]] = [("lane", "busy s", "of the step", "compute waits for it")]
+        for name, s in self.busy.items():
+            if s or name in self.idle:
+                wait = f"{self.idle[name]:.3g} s" if self.idle.get(name) else ""
+                lanes.append((LANES.get(name, name), f"{s:.4g}", f"{s / self.seconds:.0%}", wait))
+        endurance = []
+        if self.disk:
+            rated = self.machine.disk_tbw
+            drive, lasts = (f"{rated:,.0f} TB written", f"{self.disk_years:.3g} years of such steps") if rated else \
+                ("not known", "with it: machine=\"...,disk_tbw=TERABYTES\"")
+            endurance = [("", [("endurance", "written", ""), ("in a step", f"{self.disk_written / 1e9:.3g} GB", ""),
+                               (f"the rating of a {DRIVE_NAME}" if rated == DRIVE[3] else "the drive's rating",
+                                drive, lasts)])]
+        return [self._placement(), *(bytes_table(*tier) for tier in self.tiers), *endurance, ("", lanes)]
+
+    def _placement(self) -> Table:
+        """Neighbouring windows of which the same is chosen; only layers that differ by a number share a row."""
+        modes = dict(self.activations)
+        for a, b in itertools.pairwise(self.activations):
+            if read(self.activations[b]).keep == LINKED:       # the same words for both layers of the pair
+                modes[a] = modes[b] = f"{self.activations[a]}, {self.activations[b]} in turn"
+        alike = {name: (self.homes.get(name, "shared"), mode, re.sub(r"\d+", "*", name))
+                 for name, mode in modes.items()}
+        rows: list[tuple[str, ...]] = [("window", "weights", "home", "activations")]
+        for (home, mode, _), run in itertools.groupby(modes, key=alike.get):
+            names = list(run)
+            rows.append((_span(names), show_bytes(sum(self.weights[n] for n in names)), home, mode))
+        ring = f"ring of {self.slots} slots for what streams"
+        ring += f"; experts {self.experts} at a time" * (self.experts > 0)
+        ring += f"; {self.lent} buffer{'s' * (self.lent > 1)} for gradients" * (self.lent < LENT)
+        return ring if {"ram", "through", *DISKS} & set(self.homes.values()) else "nothing streams", rows
 
 
 def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = None, vram: int | str | None = None,
@@ -334,67 +386,6 @@ def _plan(problem: Problem, choice: Choice, timing: Timing, **more: Any) -> Plan
         problem.disk_bytes(choice.homes, choice.micro, choice.modes), grads=wishes.grads, states=wishes.states,
         lent=wishes.lent, gpus=wishes.fleet.gpus, machines=wishes.fleet.machines, delivery=wishes.delivery,
         own={w.name: w.why for w in shape.windows if w.why and wishes.fused}, **more)
-
-
-# ---- as text -------------------------------------------------------------------------------------
-
-def _headline(p: Plan) -> str:
-    frozen = "all trained" if p.trained == p.parameters else f"{p.trained:,} trained"
-    cut = f"{p.micro} micro-batches of {p.tokens // p.micro:,}" if p.micro > 1 else "one micro-batch"
-    cut += f"; {p.states} states" * (p.states != "fp32")
-    cut += "; products in fp8" * (p.products == "fp8")
-    cut += "; weights in shards" * (p.delivery == "shards")
-    lines = [f"{p.model}: {p.parameters / 1e9:.3f} B parameters, {frozen}",
-             f"{p.fleet.each}{p.tokens:,} tokens a step in sequences of {p.seq:,}, {cut}; {p.compute} layers"]
-    if p.own:
-        lines.append(f"own code: {own_code(p.own)}")
-    if p.assumed and p.compute == "fused" and len(p.own) < len(p.activations):
-        lines.append("templates: relies on no hooks inside layers, and on autocast to no other type than the weights'")
-    lines.append(f"{p.machine.name}: rates {p.machine.source}")
-    all_of = "" if p.fleet.alone else " in all"
-    lines.append(f"predicted: {p.tokens_per_second:,.0f} tokens/s{all_of}, {p.seconds:.4g} s a step "
-                 f"({p.forward_s:.3g} forward); bound by {LANES.get(p.bound, p.bound)}")
-    if p.machines > 1:      # so that nothing waits: new weights within a forward, all gradients within a backward
-        leaving = sum(p.weights.values()) * p.trained / p.parameters * (p.machines - 1) / p.machines
-        forward_s, backward_s = p.forward_s / p.micro, (p.seconds - p.forward_s) / p.micro
-        needed = max(leaving / forward_s, p.gpus * leaving / backward_s) / 1e9
-        lines.append(f"between machines: {needed:.3g} GB/s from each hide behind compute; "
-                     f"{p.machine.network_gbps:.4g} are stated (network_gbps)")
-    return "\n".join(lines)
-
-
-def _tables(p: Plan) -> list[Table]:
-    lanes: list[tuple[str, ...]] = [("lane", "busy s", "of the step", "compute waits for it")]
-    for name, s in p.busy.items():
-        wait = p.idle.get(name, 0.0)
-        if s or wait:
-            lanes.append((LANES.get(name, name), f"{s:.4g}", f"{s / p.seconds:.0%}", f"{wait:.3g} s" if wait else ""))
-    endurance = []
-    if p.disk:
-        rated = p.machine.disk_tbw
-        drive, lasts = (f"{rated:,.0f} TB written", f"{p.disk_years:.3g} years of such steps") if rated else \
-            ("not known", "with it: machine=\"...,disk_tbw=TERABYTES\"")
-        endurance = [("", [("endurance", "written", ""), ("in a step", f"{p.disk_written / 1e9:.3g} GB", ""),
-                           (f"the rating of a {DRIVE_NAME}" if rated == DRIVE[3] else "the drive's rating",
-                            drive, lasts)])]
-    return [_placement(p), *(bytes_table(*tier) for tier in p.tiers), *endurance, ("", lanes)]
-
-
-def _placement(p: Plan) -> Table:
-    """Neighbouring windows of which the same is chosen; only layers that differ by a number share a row."""
-    modes = dict(p.activations)
-    for a, b in itertools.pairwise(p.activations):
-        if read(p.activations[b]).keep == LINKED:       # the same words for both layers of the pair
-            modes[a] = modes[b] = f"{p.activations[a]}, {p.activations[b]} in turn"
-    alike = {name: (p.homes.get(name, "shared"), mode, re.sub(r"\d+", "*", name)) for name, mode in modes.items()}
-    rows: list[tuple[str, ...]] = [("window", "weights", "home", "activations")]
-    for (home, mode, _), run in itertools.groupby(modes, key=alike.get):
-        names = list(run)
-        rows.append((_span(names), show_bytes(sum(p.weights[n] for n in names)), home, mode))
-    ring = f"ring of {p.slots} slots for what streams"
-    ring += f"; experts {p.experts} at a time" * (p.experts > 0)
-    ring += f"; {p.lent} buffer{'s' * (p.lent > 1)} for gradients" * (p.lent < LENT)
-    return ring if {"ram", "through", *DISKS} & set(p.homes.values()) else "nothing streams", rows
 
 
 def _span(names: list[str]) -> str:

@@ -36,7 +36,7 @@ from ..base.limits import (
 from ..base.units import Group
 from ..figures.tables import as_text, bytes_table
 from ..group.ranks import Ranks, as_one
-from ..store.disk import DISK_BUFFERS, buffer_bytes, file_bytes
+from ..store.disk import DISK_BUFFERS, file_bytes
 from ..store.tensorfiles import Mapped
 from .tally import PLANES_OF, SETTLED, Asked
 
@@ -144,7 +144,7 @@ def loading(asked: Asked, own: list[int]) -> dict[str, int]:
     come first. Planes are filled unit by unit, each giving back the module's own tensors, and its own memory where it
     goes to the device or the disk. On the CPU device the other slots come last."""
     at = slots = given = 0
-    buffers = {DISK_BUFFERS: buffer_bytes(asked.homes) * asked.fleet.gpus}
+    buffers = {DISK_BUFFERS: asked.planes().get(DISK_BUFFERS, 0)}
     steps: list[dict[str, int]] = []
     for unit, home, n in zip(asked.units(), asked.homes, own):
         settled = home in SETTLED
@@ -152,7 +152,7 @@ def loading(asked: Asked, own: list[int]) -> dict[str, int]:
         steps.append(buffers | {"weights": at + unit.weights, "the device's slots": slots, OWN: -given})
         at += unit.weights * ((not settled or not asked.fleet.alone) and home != "disk+weights")
         given += n
-    steps.append(buffers | {"weights": at, "the device's slots": sum(asked.slots()) * asked.on_cpu, OWN: -given})
+    steps.append(buffers | {"weights": at, "the device's slots": asked.device()["slots"] * asked.on_cpu, OWN: -given})
     return max(steps, key=lambda held: sum(held.values()))
 
 

@@ -17,16 +17,17 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .. import _core
 from ..base.modes import DISK, DISKS, HOMES, KEEPS, LINKED, MODES, moved_bytes, read
 from ..figures.report import LANES, OWN, WAITS
 from ..store.arrivals import AHEAD, STAY
 from ..store.disk import BAYS, BUNDLE_PADDING_BYTES, FEED_BYTES, MEMORY_BYTES, POOL, SPILLED
 from .cost import CACHE_SHARE, OFFLOAD_DEPTH, STAGINGS, Cost, cost_of
-from .fleet import ADDED_BYTES, ALONE, Exchange, Fleet, host_rate
 from .machine import Machine
 from .shapes import Shape
-from .tally import LENT, SETTLED, THROUGH_BYTES, Tally
+from .tally import ALONE, LENT, SETTLED, THROUGH_BYTES, Exchange, Fleet, Tally, coded
 
 MOST_SIMULATIONS = 20000    # a second; a search of a hundred layers takes some hundred
 WORTH_THROUGH = 1.01        # README's loop, 7B width, 24 GiB, measured 2.4 % where plans have 1.6 to 2.7
@@ -53,6 +54,7 @@ ROWS = {**_core.LANES, **{row: len(_core.LANES) + i for i, row in enumerate((OWN
 # What compute may wait for.
 CAUSES = ("host update", "disk", "h2d", "d2h", "host sum", "through", "swap out", "swap back", "swap disk", OWN,
           *SHARED)
+_MODES = {mode: code for code, mode in enumerate(MODES)}         # as C numbers them
 FIXED, PAIR = 1, 2          # bits of a track's windows: see walk/search.h
 
 
@@ -125,8 +127,6 @@ class Problem:
         self.crossing = [u.weights + (sum(u.fetched[:1]) if wishes.fused and i not in own else sum(u.fetched[1:]) // 2)
                          for i, u in enumerate(shape.units)]
         self.exchange = Exchange(shape.units, self.crossing, self.seen, wishes.fleet, wishes.delivery)
-        # Bytes/s of the host's memory for one GPU's copies; 0: it has enough.
-        self.memory_rate = 0.0 if wishes.fleet.alone else host_rate(self.seen) / wishes.fleet.gpus
         self.depth = OFFLOAD_DEPTH if wishes.grads == "ram" else min(OFFLOAD_DEPTH, wishes.lent)
         self.host_rate = self.seen.adam_rate(states=wishes.states)
         self.through_rate = self.seen.through_rate(wishes.states, alone=wishes.homes == "through")
@@ -201,33 +201,45 @@ class Problem:
 
     def memory(self, micro: int, modes: Sequence[str]) -> tuple[int, ...]:
         """Of what windows keep: see mt_memory_of in walk/search.h."""
-        return _core.search_memory(self.arrays, self.micro_counts.index(micro), _coded(modes, MODES))
+        return _core.search_memory(self.arrays, self.micro_counts.index(micro), _coded(modes))
 
     # ---- homes that may be chosen ----
 
     @functools.cached_property
     def rows(self) -> list[Row]:
         """In the order in which equals are preferred."""
-        found, fleet, asked = [], self.wishes.fleet, self.wishes.homes
-        classes = [some for some in (1, 2) if any(min(k, 2) == some for k in self.micro_counts)]
-        besides = self.machine.vram_overhead_bytes + self.exchange.buffers
-        for homes in self._homes():
-            placed = {k: self._with_disk(homes, k) for k in classes}
-            through = [] if isinstance(asked, dict) else self._through(homes)
-            sent = tuple("through" if u in through else home for u, home in enumerate(homes)) if through else None
-            for way in (homes, sent):
-                if way is None or (way is homes and sent and asked == "through") or \
-                        ("through" in way and not self.through_rate):
-                    continue            # named, for a machine that has no such way
-                for k in classes:
-                    if "through" in way and not set(DISKS).isdisjoint(placed[k]):
-                        continue        # the drive is what a step waits for, and states there are not in memory
-                    here = way if way is sent else placed[k]
-                    planes = besides + sum(self.tally.at_home(here, k).values())
-                    room = (self.wishes.nvme or 0) - sum(self.disk_bytes(here, k).values())
-                    found.append(Row(here, k > 1, planes + THROUGH_BYTES * ("through" in way),
-                                     sum(self.host_bytes(here, k).values()), room // fleet.gpus))
-        return found
+        asked, several = self.wishes.homes, sorted({k > 1 for k in self.micro_counts})
+        found: list[tuple[tuple[str, ...], bool]] = []
+        base = list(self._homes())
+        codes = self._coded(base)
+        lacks = [self._host(codes, 1 + some) - self.seen.host_bytes for some in several]
+        for at, homes in enumerate(base):
+            placed = [self._with_disk(homes, int(lack[at])) for lack in lacks]
+            through = frozenset() if isinstance(asked, dict) else self._through(homes)
+            ways = [homes] * (not through or asked != "through")
+            if through:
+                ways.append(tuple(["through" if u in through else home for u, home in enumerate(homes)]))
+            for way in ways:
+                for some, there in zip(several, placed):
+                    if "through" not in way:
+                        found.append((there, some))
+                    # Beside a disk the drive is what a step waits for, and states there are not in memory.
+                    elif self.through_rate and set(DISKS).isdisjoint(there):
+                        found.append((way, some))
+        codes, counts = self._coded(homes for homes, _ in found), np.array([1 + some for _, some in found])
+        planes = (codes == HOMES.index("through")).any(-1) * THROUGH_BYTES + self.machine.vram_overhead_bytes \
+            + self.exchange.buffers + sum(self.tally.at_home(codes, counts).values())
+        room = ((self.wishes.nvme or 0) - sum(self.tally.disk(codes).values()) + 0 * planes) // self.wishes.fleet.gpus
+        return [Row(*way, *bytes_) for way, *bytes_ in zip(found, planes.tolist(), self._host(codes, counts).tolist(),
+                                                           room.tolist())]
+
+    def _coded(self, homes: Iterable[Sequence[str]]) -> np.ndarray:
+        """[choices, units], as Tally takes many."""
+        return np.array([coded(some) for some in homes], dtype=np.uint8).reshape(-1, len(self.shape.units))
+
+    def _host(self, codes: np.ndarray, micro: int | np.ndarray) -> np.ndarray:
+        """Bytes in host memory of many homes of all units, activations left out."""
+        return np.full(len(codes), self.seen.host_overhead_bytes) + sum(self.tally.host(codes, micro).values())
 
     def _homes(self) -> Iterator[tuple[str, ...]]:
         """Units at home in VRAM: the embedding, the head, and a beginning of what is between. The first layers gain
@@ -273,14 +285,14 @@ class Problem:
                 host_s = here
         return frozenset(found)
 
-    def _with_disk(self, homes: tuple[str, ...], micro: int) -> tuple[str, ...]:
-        """These, with as many units' states, then weights, on disk as host memory cannot hold."""
+    def _with_disk(self, homes: tuple[str, ...], over: int) -> tuple[str, ...]:
+        """These, with as many units' states, then weights, on disk as host memory cannot hold. over: bytes that it
+        lacks."""
         w, fleet = self.wishes, self.wishes.fleet
         if w.nvme is None or w.homes == "through" or isinstance(w.homes, dict):
             return homes
         forced, room, states, filed = w.homes in DISKS, w.nvme, [], []
-        # Bytes that host memory lacks; of what is asked to be on disk, anything.
-        over = 1 if forced else sum(self.host_bytes(homes, micro).values()) - self.seen.host_bytes
+        over = 1 if forced else over        # of what is asked to be on disk, anything
         if over <= 0:
             return homes
         memory, order, files = MEMORY_BYTES * fleet.gpus, self._last_used(homes), self.tally.files
@@ -347,7 +359,7 @@ class Problem:
                 modes[at], flags[at] = mode, FIXED
             for at in linked:
                 flags[at] |= PAIR
-            return _coded(modes, MODES), bytes(flags)
+            return _coded(modes), bytes(flags)
 
         if asked is not None:
             if read(asked).keep == LINKED:
@@ -402,9 +414,9 @@ class Problem:
 
     def time(self, choice: Choice, than: float = math.inf) -> Timing | None:
         """None where it takes so many seconds or more."""
-        walked = _core.search_time(self.arrays, self.micro_counts.index(choice.micro), _coded(choice.homes, HOMES),
-                                   self._memory_s(choice.homes, choice.micro), choice.ring,
-                                   _coded(choice.modes, MODES), than)
+        walked = _core.search_time(self.arrays, self.micro_counts.index(choice.micro), coded(choice.homes).tobytes(),
+                                   self._memory_s(self._coded([choice.homes]), choice.micro)[0], choice.ring,
+                                   _coded(choice.modes), than)
         return None if walked is None else Timing.of(walked, not self.wishes.fleet.alone)
 
     def fits(self) -> bool:
@@ -422,15 +434,9 @@ class Problem:
         return (array("q", spilled), *(n if n >= 0 else None for n in (vram, host)),
                 Choice(count, self.rows[row].homes, self.rings[ring], modes))
 
-    def _memory_s(self, homes: Sequence[str], micro: int) -> float:
-        """Of the host's memory, which several GPUs share, for what is no copy of one of them."""
-        fleet = self.wishes.fleet
-        if fleet.alone:
-            return 0.0
-        trained = sum(float(u.trained) for u, home in zip(self.shape.units, homes) if home not in SETTLED)
-        updated, added = moved_bytes(self.wishes.states), (micro - 1) * trained / fleet.machines * ADDED_BYTES
-        return micro * self.exchange.link_bytes / self.memory_rate \
-            + (trained / fleet.machines * updated + added) / host_rate(self.seen)
+    def _memory_s(self, codes: np.ndarray, micro: int) -> np.ndarray:
+        updated = (self._of_units("trained") * ~np.isin(codes, coded(SETTLED))).sum(-1)
+        return self.exchange.memory_s(updated, micro, self.wishes.states)
 
     # ---- as arrays ----
 
@@ -438,51 +444,48 @@ class Problem:
     def arrays(self) -> SimpleNamespace:
         """The fields of mt_search, by their names in csrc/walk/search.h."""
         rows, counts = self.rows, self.micro_counts
-        memory_s = [self._memory_s(row.homes, k) for row in rows for k in counts]
+        codes = self._coded(row.homes for row in rows)
         return SimpleNamespace(
             **self._unit_arrays(), **self._window_arrays(), micro=array("q", counts),
-            cached=array("q", map(self.cache_bytes, counts)), rings=array("q", self.rings),
-            homes=b"".join(_coded(row.homes, HOMES) for row in rows), memory_s=array("d", memory_s),
+            cached=array("q", map(self.cache_bytes, counts)), rings=array("q", self.rings), homes=codes.tobytes(),
+            memory_s=np.stack([self._memory_s(codes, k) for k in counts], 1).ravel(),
             **{name: array("q", [getattr(row, name) for row in rows])
                for name in ("several", "planes", "host", "room")})
+
+    def _of_units(self, name: str) -> np.ndarray:
+        """[units] of a Unit's attribute."""
+        return np.array([getattr(u, name) for u in self.shape.units], dtype=float)
 
     def _unit_arrays(self) -> dict[str, Any]:
         """What no choice changes of units: bytes, and seconds of updates, of which each GPU makes its part."""
         units, m, w, fleet, exchange = self.shape.units, self.seen, self.wishes, self.wishes.fleet, self.exchange
-        both, trained = m.disk_both_gbps * 1e9, [float(u.trained) for u in units]
-        moved = [float(u.masters + u.moments) / fleet.machines for u in units]
+        both, trained, weights = m.disk_both_gbps * 1e9, self._of_units("trained"), self._of_units("weights")
+        moved = (self._of_units("masters") + self._of_units("moments")) / fleet.machines
         pool = m.adam_rate(min(POOL * fleet.gpus, m.adam_gparams[-1][0]), w.states)
-        own, times = [n / fleet.count for n in trained], 1 if w.grads == "ram" else 2
-        device_s = [n / (m.device_adam_gparams * 1e9)
-                    + n * (GATHERED[not fleet.alone] + (k - 1) * GATHERED[1]) / (m.hbm_gbps * 1e9)
-                    for k in self.micro_counts for n in own]
-        raised = [0] * len(units) if exchange.peers else exchange.raised
-        of = {"host_s": [n / fleet.machines / self.host_rate for n in trained],
-              "pool_s": [n / fleet.machines / pool for n in trained],
-              "passing_s": [n / self.through_rate if self.through_rate else math.inf for n in own],
-              "drive_s": [2 * n / both for n in moved],
-              "drive_weights_s": [2 * (n + u.gradients / fleet.machines) / both for n, u in zip(moved, units)],
-              # A rank reads its portion, with its part of the drive's rate. What is gathered takes less time.
-              "fetch_s": [u.weights / fleet.gpus / (m.disk_read_gbps * 1e9) for u in units],
-              # Bytes that cross while AdamW runs on the host: of gradients that are kept nowhere, in both passes.
-              "streamed": [times * u.weights / exchange.parts + (times - 1) * home
-                           for u, home in zip(units, exchange.home.tolist())],
-              "settled": [float(a + b) for a, b in zip(exchange.lowered, raised)],
-              "passing": [n * moved_bytes(w.states) / fleet.count for n in trained],
-              "add_s": [n / fleet.machines / (m.add_gparams * 1e9) for n in trained], "device_s": device_s,
-              **{name: getattr(exchange, name) for name in (
-                  "exchange_s", "network_s", "lost_s", "gather_s", "held_s", "spread_s")}}
-        whole = {"weights": self.crossing, "bytes": [u.weights for u in units],
-                 "states": self.tally.states, "gradients": exchange.home.tolist(), "lowered": exchange.lowered.tolist(),
-                 "raised": exchange.raised.tolist()}
+        own, here, times = trained / fleet.count, trained / fleet.machines, 1 if w.grads == "ram" else 2
+        gathered = [GATHERED[not fleet.alone] + (k - 1) * GATHERED[1] for k in self.micro_counts]
         pieces = any(u.fetched for u in units)
-        return {**{name: array("d", found) for name, found in of.items()},
-                **{name: array("q", found) for name, found in whole.items()},
+        return {"host_s": here / self.host_rate, "pool_s": here / pool,
+                "passing_s": own / self.through_rate if self.through_rate else np.full(len(units), math.inf),
+                "drive_s": 2 * moved / both,
+                "drive_weights_s": 2 * (moved + self._of_units("gradients") / fleet.machines) / both,
+                # A rank reads its portion, with its part of the drive's rate. What is gathered takes less time.
+                "fetch_s": weights / fleet.gpus / (m.disk_read_gbps * 1e9),
+                # Bytes that cross while AdamW runs on the host: of gradients that are kept nowhere, in both passes.
+                "streamed": times * weights / exchange.parts + (times - 1) * exchange.home,
+                "settled": (exchange.lowered + (0 if exchange.peers else exchange.raised)).astype(float),
+                "passing": trained * moved_bytes(w.states) / fleet.count, "add_s": here / (m.add_gparams * 1e9),
+                "device_s": np.concatenate([own / (m.device_adam_gparams * 1e9) + own * n / (m.hbm_gbps * 1e9)
+                                            for n in gathered]),
+                **{name: getattr(exchange, name) for name in (
+                    "exchange_s", "network_s", "lost_s", "gather_s", "held_s", "spread_s", "lowered", "raised", "parts",
+                    "peers", "on_link")},
+                "weights": array("q", self.crossing), "bytes": array("q", [u.weights for u in units]),
+                "states": array("q", self.tally.states), "gradients": exchange.home,
                 "pieces": _lists(u.fetched for u in units), "whole": pieces,
                 "spared": sum(_core.plan_slots(self.crossing, 2)) if pieces else 0,
-                "parts": exchange.parts, "peers": exchange.peers, "on_link": exchange.on_link,
                 "h2d": m.h2d_gbps * 1e9, "d2h": m.d2h_gbps * 1e9, "both": m.both_gbps * 1e9, "busy": m.busy_gbps * 1e9,
-                "write": m.disk_write_gbps * 1e9, "read": m.disk_read_gbps * 1e9, "memory": self.memory_rate,
+                "write": m.disk_write_gbps * 1e9, "read": m.disk_read_gbps * 1e9, "memory": exchange.memory_rate,
                 "shown": SHOWN_MICRO, "depth": self.depth, "stagings": STAGINGS, "bays": BAYS, "ahead": AHEAD,
                 "stay": STAY, "rest_s": NORM_S, "early": EARLY, "padding": BUNDLE_PADDING_BYTES,
                 "lends": w.lent, "keeps": w.grads == "ram", "most_vram": self.machine.vram_bytes,
@@ -530,14 +533,8 @@ def solve(problem: Problem) -> tuple[Problem, tuple[Choice, Timing] | None]:
     return best or (problem, None)
 
 
-def _coded(words: Iterable[str], known: Sequence[str]) -> bytes:
-    """By their numbers in C."""
-    return bytes(map(_numbers(tuple(known)).__getitem__, words))
-
-
-@functools.cache
-def _numbers(known: tuple[str, ...]) -> dict[str, int]:
-    return {word: i for i, word in enumerate(known)}
+def _coded(modes: Iterable[str]) -> bytes:
+    return bytes(map(_MODES.__getitem__, modes))
 
 
 def _lists(lists: Iterable[Sequence[int]]) -> tuple[array[int], array[int]]:

@@ -167,6 +167,8 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
         raise MegatrainError("layers: a module has the layers it has; give its config instead")
     found = find(model, units)
     groups = group(model, found)
+    if not groups:
+        raise MegatrainError(f"{type(model).__name__} has no parameters: there is nothing to plan")
     unit_of = {id(owner_of(p)): i for i, (_, own) in enumerate(groups) for _, p in own}
     windows, learns = [], False
     configs = {id(c): c for m in model.modules() if (c := vars(m).get("config")) is not None}     # most share theirs
@@ -249,11 +251,10 @@ def unit_bytes(name: str, own: list[tuple[str, nn.Parameter]], dtype: torch.dtyp
     fetched = slots_of(own, experts, [stored_dtype(p, dtype) for _, p in own]) if experts else ()
     kinds = [(p.numel(), stored_dtype(p, dtype)) for _, p in own if p.requires_grad]
     return Unit(name, sum(map(elements, {owner_of(p) for _, p in own})), weight_bytes(own, dtype, align),
-                sum(n for n, _ in kinds), sum(n * kind.itemsize for n, kind in kinds),
-                sum(n * master_bytes(states, kind) for n, kind in kinds),
-                sum(moment_bytes(states, kind, n) for n, kind in kinds),
-                sum(4 * n for n, kind in kinds if kind in (torch.bfloat16, torch.float16)), len(own),
-                fetched)
+                sum([n for n, _ in kinds]), sum([n * kind.itemsize for n, kind in kinds]),
+                sum([n * master_bytes(states, kind) for n, kind in kinds]),
+                sum([moment_bytes(states, kind, n) for n, kind in kinds]),
+                sum([4 * n for n, kind in kinds if kind in (torch.bfloat16, torch.float16)]), len(own), fetched)
 
 
 # ---- windows -------------------------------------------------------------------------------------
@@ -354,5 +355,8 @@ def _hidden(products: tuple[Product, ...], parameters: dict[str, nn.Parameter]) 
 
 def _attribute(configs: list[Any], module: nn.Module, names: tuple[str, ...], default: int) -> int:
     """An int that some module of the window, or one of the model's configs, calls by one of these names."""
-    values = (getattr(place, name, None) for place in itertools.chain(module.modules(), configs) for name in names)
-    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool)), default)
+    for place in itertools.chain(module.modules(), configs):
+        for name in names:
+            if type(value := getattr(place, name, None)) is int:
+                return value
+    return default

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from .. import _core
 from ..base.errors import MegatrainError
@@ -148,7 +149,7 @@ class Trace:
         with self.during(window, "forward" if in_backward() == -1 else "replay"):
             out = window.once(args, kwargs)
         if torch.is_grad_enabled():
-            for node in {t.grad_fn for t in _tensors(out)} - {None}:
+            for node in {t.grad_fn for t in tree_leaves(out) if isinstance(t, Tensor)} - {None}:
                 node.register_prehook(lambda _: self._backward_begins(window))
         return out
 
@@ -232,24 +233,18 @@ class Trace:
     def steps(self, last: int = KEPT) -> list[StepReport]:
         """Reports of the last finished steps, oldest first."""
         self._collect()
-        marks = [n for n in self._steps_between() if self._marks[n] >= self._whole_from][-(last + 1):]
-        lanes = self._lanes(self._marks[marks[0]]) if marks else {}
-        found = []
-        for a, b in pairwise(marks):
-            counted = {k: v - self._counted[a][k] for k, v in self._counted[b].items()}
-            found.append(measure(lanes, self._marks[a], self._marks[b], counted, self._host_bytes, self._rates))
-        return found
+        marks = [mark for mark in self._between_steps().items() if mark[1] >= self._whole_from][-(last + 1):]
+        lanes = self._lanes(marks[0][1]) if marks else {}
+        return [measure(lanes, begin, end, {k: v - self._counted[a][k] for k, v in self._counted[b].items()},
+                        self._host_bytes, self._rates) for (a, begin), (b, end) in pairwise(marks)]
 
-    def _steps_between(self) -> list[int]:
-        """Numbers of the marks that steps lie between."""
-        return [n for n in sorted(self._marks) if self._ends[n] or not self._stepped]
-
-    def _step_times(self) -> list[int]:
-        return [self._marks[n] for n in self._steps_between()]
+    def _between_steps(self) -> dict[int, int]:
+        """The marks that steps lie between, by number, and when compute came by them."""
+        return {n: ns for n, ns in sorted(self._marks.items()) if self._ends[n] or not self._stepped}
 
     def chrome(self, path: str | Path) -> None:
         """Writes all slices as a Chrome trace, JSON, for https://ui.perfetto.dev or chrome://tracing."""
-        Path(path).write_text(json.dumps(chrome_trace(self.slices(), self._step_times())))
+        Path(path).write_text(json.dumps(chrome_trace(self.slices(), [*self._between_steps().values()])))
 
     def picture(self, path: str | Path | BinaryIO, steps: int = SHOWN) -> None:
         """Draws the last finished steps, lanes against time; .png, .svg or .pdf; PNG into an open file.
@@ -258,7 +253,7 @@ class Trace:
             MegatrainError: no step is finished, or matplotlib is not installed.
         """
         slices = self.slices()
-        marks = self._step_times()[-(steps + 1):]
+        marks = [*self._between_steps().values()][-(steps + 1):]
         if len(marks) < 2:
             raise MegatrainError("no step is finished yet: leave the `with` first, or train another step")
         draw_lanes(path, slices, marks, self.steps(1)[0].why)
@@ -286,11 +281,3 @@ def _joined(compute: list[Slice], marks: list[int]) -> list[Slice]:
             out.append(Slice("compute", "loss", "", 0, last.end, s.begin))
         out.append(s)
     return out
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (dict, tuple)):
-        for v in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(v)

@@ -6,7 +6,6 @@ weights of those at home on "disk+weights" (csrc/core/disk.h), and what windows 
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,12 +56,6 @@ class Disk:
             return self.limit or 0
         free = _core.disk_room(self.path)
         return free if self.limit is None else min(free, self.limit)
-
-
-def buffer_bytes(homes: Iterable[str]) -> int:
-    """Host memory of what passes between the file and units at home in these places."""
-    found = set(homes)
-    return MEMORY_BYTES * bool(found & set(DISKS)) + FEED_BYTES * ("disk+weights" in found)
 
 
 def file_bytes(asked: Asked) -> int:

@@ -39,7 +39,7 @@ from megatrain_torch.base.limits import Bound, HostLimits, host_limits, show_siz
 from megatrain_torch.model import stream as wrap  # noqa: E402
 from megatrain_torch.plans import room as room_module  # noqa: E402
 from megatrain_torch.plans.tally import Asked  # noqa: E402
-from megatrain_torch.store.disk import buffer_bytes, file_bytes  # noqa: E402
+from megatrain_torch.store.disk import DISK_BUFFERS, file_bytes  # noqa: E402
 
 WIDTH, LAYERS = 256, 6
 UNIT = WIDTH * WIDTH
@@ -214,7 +214,7 @@ def disk_cases() -> dict[str, Case]:
         need = file_bytes(at_home(home))
         found[name] = Case(True, on_disk(home, need))
         found[f"{name}-1"] = Case(False, on_disk(home, need - 1), early=True, says=f"raise it to {show_size(need)},")
-    host, begin = sum(at_home(home).host().values()), with_margin(buffer_bytes([home]) + 2 * UNIT)
+    host, begin = sum(at_home(home).host().values()), with_margin(at_home(home).host().get(DISK_BUFFERS, 0) + 2 * UNIT)
     return found | {
         "weights_on_disk,host=all": Case(True, on_disk(home) | {"host": host}),
         "weights_on_disk,host=all-1": Case(False, on_disk(home) | {"host": host - 1}, early=True, says=f"host={show_size(host)!r}"),
