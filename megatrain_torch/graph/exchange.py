@@ -397,7 +397,7 @@ class Exchange:
             items: list[tuple[Any, ...]] = []
             sources: list[Tensor] = []
             for r in sent.records:
-                if (found := self._home.claim(r)) is None:       # somebody took its place while backward ran
+                if (found := gradient.claim(r)) is None:       # somebody took its place while backward ran
                     self._error = self._error or (f"{r.name}: somebody took its .grad while backward ran, and further "
                                                   "gradients of several processes cannot be added to that")
                     continue

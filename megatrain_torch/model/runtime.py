@@ -233,8 +233,8 @@ class Runtime:
 
     def notice_changes(self) -> None:
         """What the user changed on parameters: values, and requires_grad."""
-        params = [r.param for r in self.records]
-        take_back(p for p in params if p is not None)        # of a step that broke off
+        params = [r._param() for r in self.records]
+        take_back([p for p in params if p is not None])      # of a step that broke off
         self.planes.notice_writes(self.records)
         # A pass that records nothing need not know what is trained: adapters are switched for it, and back before the
         # backward of another.
@@ -244,7 +244,7 @@ class Runtime:
     def follow_requires_grad(self, params: list[nn.Parameter | None] | None = None) -> None:
         """There are gradients of the parameters that say so now. params: of the records."""
         with torch._C.DisableTorchFunctionSubclass():
-            trains = [p is not None and p.requires_grad for p in params or [r.param for r in self.records]]
+            trains = [p is not None and p.requires_grad for p in params or [r._param() for r in self.records]]
         for r, on in zip(self.records, trains):
             if on != r.was_trainable:
                 r.was_trainable = on
