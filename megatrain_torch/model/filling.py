@@ -47,7 +47,7 @@ def declare(rt: Runtime, asked: Asked, choices: Choices) -> None:
         rt.units.append(records)
         rt.unit_names.append(name)
         rt.wholes.append(wholes_of(records))
-    rt.cap.hold(choices.vram, asked.at_home())
+    rt.cap.hold(choices.cap, asked.at_home())
     rt.homes.open_slots(asked, units_at(asked, *SETTLED), {})
     # A file with weights is laid out at once, for states as they will be kept.
     if "states" in options or "disk+weights" in asked.homes:

@@ -41,7 +41,7 @@ from ..store.state import in_backward, paused
 from .homes import keep, move
 
 if TYPE_CHECKING:
-    from .choices import Limits
+    from .choices import Choices
     from .runtime import Runtime
 
 LOOKS = (8, 64)                  # steps after a plan at which its homes are compared with others, for what came since
@@ -162,9 +162,9 @@ Where = tuple[dict[str, str] | str, int | None, int | None, str | None]
 
 
 class Planning:
-    def __init__(self, runtime: Runtime, limits: Limits, made: Plan | None = None) -> None:
-        """made: a plan that is in force from the start."""
-        self.runtime, self.limits = runtime, limits
+    def __init__(self, runtime: Runtime, choices: Choices) -> None:
+        """choices: their plan is in force from the start, where there is one."""
+        self.runtime, self.choices, made = runtime, choices, choices.plan
         self.plan = made                         # the one in force; None: there is none yet, and `why`
         self.made = int(made is not None)        # so many plans have been put into force
         self.why = "no plan yet: mt.stream plans at the first forward that records gradients"
@@ -424,9 +424,9 @@ class Planning:
                 found = plan(rt.root(), tokens=batch.tokens * micro, seq=batch.seq, micro=micro,
                              machine=None if rt.is_cuda else "cpu", homes=homes, slots=slots, experts=experts,
                              delivery=delivery, states=rt.states, compute="fused" if fused else "eager",
-                             products=rt.products, vram=self._left(), host=self.limits.host,
-                             use_cache=self._caches, units=self.limits.units, nvme=self._drive(),
-                             gpus=self.limits.fleet.gpus, machines=self.limits.fleet.machines)
+                             products=rt.products, vram=self._left(), host=self.choices.host,
+                             use_cache=self._caches, units=self.choices.units, nvme=self._drive(),
+                             gpus=self.choices.fleet.gpus, machines=self.choices.fleet.machines)
         except MegatrainError as error:
             raise Refused(str(error)) from error
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -455,7 +455,7 @@ class Planning:
 
     def _drive(self) -> dict[str, Any] | None:
         """The user's directory. None: there is none, or states are in memory already, and cannot go to a file."""
-        rt, disk = self.runtime, self.limits.disk
+        rt, disk = self.runtime, self.choices.disk
         planes = (*PLANES_OF["masters"], *PLANES_OF["moments"])
         made = not rt.homes.on_disk and any(rt.core.host_bytes(PLANES[p]) for p in planes)
         return None if disk is None or made else disk.as_given()
@@ -464,7 +464,7 @@ class Planning:
         """Bytes of the device that this process may have."""
         self._machine = self._machine or resolve(None if self.runtime.is_cuda else "cpu")
         most = self._machine.vram_bytes
-        return min(self.limits.vram or most, most)
+        return min(self.choices.vram or most, most)
 
     def _left(self) -> int:
         """Bytes of `_limit()` that are left: other models and tensors of the user's have theirs of it, and other

@@ -34,8 +34,7 @@ from ..store.records import Record
 from ..store.state import LazyParameter, enter, in_backward, leave
 from ..store.whole import Whole
 from .homes import Cap, Homes
-from .ring import Ring
-from .several import Delivery
+from .ring import Delivery, Ring
 
 if TYPE_CHECKING:
     from .planning import Planning
