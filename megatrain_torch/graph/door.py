@@ -57,7 +57,7 @@ class Door:
             return found
 
     def _try(self, task: int) -> bool | tuple[str, int, str]:
-        """As `enter`; or what cannot be now, and which thread is in its forward or backward."""
+        """As `enter`; or for `_refuse`, why not now."""
         if not self._lock.acquire(blocking=False):
             # Autograd's thread may come: the one that is in a forward waits in it for a backward.
             waits = _first_of(sys._current_frames().get(self.thread), self.forward) is _ENGINE

@@ -343,11 +343,8 @@ def _read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Any, put: 
         warnings.simplefilter("ignore")      # what dynamo advises is for who asked for a graph
         try:
             made = convert_frame.compile_frame(code, there, dict(scope), vars(builtins), (), backend, True, set())
-        except Exception as error:           # dynamo's own, and whatever the user's code raises while it is followed
-            raise _Refused(_first_line(error)) from error
-        output = made.tracer_output.output_graph
-        graph, ran = graphs[-1] if graphs else None, list(output.tracing_context.traced_code)
-        try:
+            output = made.tracer_output.output_graph
+            graph, ran = graphs[-1] if graphs else None, list(output.tracing_context.traced_code)
             _refuse_unseen(ran)
             with tracing(output.tracing_context):
                 found.found = None if judge is None else judge(graph, found.writes)
@@ -355,10 +352,10 @@ def _read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Any, put: 
             made = _manager()(code, output, gone=found,
                               guard_filter_fn=functools.partial(_kept, put, kinds, found.writes))
             found.guard_by(made.guard_manager, graph, set(ran), kinds)
-        except Exception as error:
+        except Exception as error:           # dynamo's own, and whatever the user's code raises while it is followed
             raise _Refused(_first_line(error)) from error
         finally:
-            for node in graph.module.graph.nodes if graph is not None else ():
+            for node in [n for graph in graphs for n in graph.module.graph.nodes]:
                 node.meta.clear()            # cycles by way of C that no collector sees
     return found
 

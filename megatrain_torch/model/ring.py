@@ -64,10 +64,8 @@ class Slot:
         self._own = _use_count(self._storage._cdata)
 
     def views(self, number: int, records: Spots) -> list[Tensor | None]:
-        if (key := ("views", number)) not in self._made:
-            self._made[key] = self._counted(lambda: [
-                None if r is None else self.view(r.offset, r.dtype, r.shape, r.stride) for r in records])
-        return self._made[key]
+        return self._once(("views", number), lambda: [
+            None if r is None else self.view(r.offset, r.dtype, r.shape, r.stride) for r in records])
 
     def parameters(self, number: int, records: Spots) -> list[Tensor | None]:
         """The same for modules: each in a storage of its own, as parameters are, so that no offset, no as_strided and
@@ -77,7 +75,7 @@ class Slot:
             return memory.view(r.dtype).as_strided(r.shape, r.stride)
 
         if (key := ("parameters", number)) not in self._made:
-            found = self._made[key] = self._counted(lambda: [None if r is None else alone(r) for r in records])
+            found = self._once(key, lambda: [None if r is None else alone(r) for r in records])
             storages = [t.untyped_storage() for t in found if t is not None]
             self._apart += [(s, _use_count(s._cdata)) for s in storages]
         return self._made[key]
@@ -91,8 +89,11 @@ class Slot:
 
     def stretches(self, number: int, bounds: Sequence[int]) -> list[Tensor]:
         """Its bytes from one bound to the next, [n] uint8 each: the same tensors each time."""
-        if (key := ("stretches", number)) not in self._made:
-            self._made[key] = self._counted(lambda: [self.memory[a:b] for a, b in itertools.pairwise(bounds)])
+        return self._once(("stretches", number), lambda: [self.memory[a:b] for a, b in itertools.pairwise(bounds)])
+
+    def _once(self, key: tuple[str, int], make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = self._counted(make)
         return self._made[key]
 
     def _counted(self, make: Callable[[], Any]) -> Any:

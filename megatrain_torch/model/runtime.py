@@ -332,11 +332,8 @@ class Keeps:
         return self.plan is not None and window in self.plan.own
 
     def mode_of(self, window: Window) -> str:
-        """What is done about a window's activations."""
         mode = window.mode if window.mode != "auto" else self.default
-        if mode == "auto":
-            return "replay" if self._model.is_cuda else "saved"
-        return mode
+        return mode if mode != "auto" else "replay" if self._model.is_cuda else "saved"
 
     def of_own_code(self, window: Window) -> Mode:
         """What a window's own code keeps. That of a layer keeps several times what its template does: where the mode
@@ -350,7 +347,7 @@ class Keeps:
         return mode._replace(keep="replay")
 
     def fused(self) -> dict[str, str]:
-        """What fused windows keep, by name."""
+        """What windows with templates keep."""
         return {w.name: self.mode_of(w) for w in self._model.windows if w.fused is not None}
 
     def look(self) -> None:
@@ -376,8 +373,7 @@ class Keeps:
     def forward_ends(self) -> None:
         """The user is told of layers that run their own code, once, and where they do not keep what a plan says. Of
         those that a plan of ours did not count, the next tells."""
-        planning, again = self._model.planning, [*self._again]
-        self._again.clear()
+        planning, again, self._again = self._model.planning, self._again, []
         if not (again or (self._first and torch.is_grad_enabled())):
             return
         own, self._first = self.own(), False
@@ -397,14 +393,15 @@ class Keeps:
                 raise
             self.look()
             rt, plan, own = self._model, self.plan, self.own()
-            lines = [f"layers that no template runs, but their own code, which keeps more: {own_code(own)}"] * bool(own)
+            told = ""
+            if own:
+                told = f"layers that no template runs, but their own code, which keeps more: {own_code(own)}\n"
             if plan is not None:
                 parts = ", ".join(f"{what} {show_bytes(n)}" for what, n in plan.vram.items() if n)
-                lines.append(f"the plan in force counts {show_bytes(plan.vram_bytes)} of the device: {parts}")
-            used = f"used are {show_bytes(rt.core.device_bytes())} by units at home there"
+                told += f"the plan in force counts {show_bytes(plan.vram_bytes)} of the device: {parts}\n"
+            told += f"used are {show_bytes(rt.core.device_bytes())} by units at home there"
             if rt.is_cuda:
-                used += f", and {show_bytes(torch.cuda.max_memory_allocated(rt.device))} by torch at the most"
-            told = "\n".join([*lines, used])
+                told += f", and {show_bytes(torch.cuda.max_memory_allocated(rt.device))} by torch at the most"
             raise torch.OutOfMemoryError(f"{error}{MORE}{told}") from error
 
     def tell(self, own: dict[str, str], then: str) -> None:
