@@ -70,7 +70,7 @@ def differences(rt: Runtime, saved: dict[str, Any]) -> list[str]:
         found.append(f"torch.use_deterministic_algorithms is {words}")
     # Layers with many tokens that go through gate|up in tiles now and did not, or the reverse.
     many = [w for w in rt.windows if w.fused is not None and w.name in saved["kept"]
-            and 0 < w.fused.template.tiled(w.item)[1] < saved["tokens"]]
+            and 0 < w.fused.template.tiled(w.fused.dtype.itemsize)[1] < saved["tokens"]]
     differ = [w for w in many if w.name in here["kept"]
               and len({read(kept[w.name]).keep == "saved" for kept in (saved["kept"], here["kept"])}) == 2]
     if differ:

@@ -188,9 +188,6 @@ class Untraced:
 
     handed_over = finish = stop = pass_begins
 
-    def forward(self, window: Window, args: Any, kwargs: Any) -> Any:
-        return window.once(args, kwargs)
-
     def during(self, window: Window, work: str) -> AbstractContextManager[Any]:
         """What compute is given inside is this work of the window."""
         return nullcontext()

@@ -160,7 +160,7 @@ class HostFrame(SavedFrame):
         fork = Fork()
         fork.call(args, kwargs)
         self.shared = {storage_of(t) for t, _ in fork.watched} - {storage_of(t) for t in fork.with_grad}
-        self.shared |= {storage_of(b) for m in window.buffered for b in m._buffers.values() if b is not None}
+        self.shared |= {storage_of(b) for m in window.modules for b in m._buffers.values() if b is not None}
 
     def pack(self, t: Tensor) -> Any:
         handle = super().pack(t)
@@ -329,7 +329,7 @@ class Scene:
         self._hooks = self._hooks_now()
         with torch.no_grad():
             self._buffers = [(m, k, b, b.clone() if isinstance(b, Tensor) else None)
-                             for m in window.buffered for k, b in m._buffers.items()]
+                             for m in window.modules for k, b in m._buffers.items()]
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index])

@@ -30,7 +30,7 @@ from ..store.records import Record
 from ..store.state import Bind, DeviceParameter, in_backward, swap_window
 from ..store.whole import Piece, Stacked, Whole
 from . import frames, hf_calls
-from .door import method_of
+from .door import UNTRACED, method_of
 from .frames import HostFrame, ReplayFrame, SavedFrame, _pop, _push, flat_weights
 from .reader import Reader, Reading, Unreadable, modes_on, read, scope_of, stand_in
 from .swap import storage_of
@@ -91,10 +91,6 @@ class Window:
         return self._module(), *self._inside
 
     @property
-    def buffered(self) -> list[nn.Module]:
-        return [m for m in self.modules if m._buffers]
-
-    @property
     def recurrent(self) -> list[nn.Module]:
         return [m for m in self.modules if isinstance(m, nn.RNNBase)] if self._recurs else []
 
@@ -122,11 +118,6 @@ class Window:
         if why:
             return "its own (" + "; ".join(filter(None, (why, pieces))) + ")"
         return ", ".join(filter(None, ("template", self.fused.products, pieces)))
-
-    @property
-    def item(self) -> int:
-        """Bytes of an activation's element, of a window that a template runs."""
-        return self.fused.dtype.itemsize
 
     @property
     def keeps(self) -> str:
@@ -208,7 +199,7 @@ class Window:
             if rt.handover.alive:
                 rt.handover.window_opens()
             rt.keep_writes()
-        return rt.trace.forward(self, args, kwargs)
+        return self.once(args, kwargs) if rt.trace is UNTRACED else rt.trace.forward(self, args, kwargs)
 
     def versions(self) -> list[int]:
         """Of its weights, by unit: others after an update."""

@@ -444,7 +444,8 @@ class Planning:
         more = 0
         for w in self.runtime.windows:
             if w.fused is not None:
-                kept = [0 if read(m).host else w.fused.template.kept_bytes(read(m).keep, tokens, w.item)
+                item = w.fused.dtype.itemsize
+                kept = [0 if read(m).host else w.fused.template.kept_bytes(read(m).keep, tokens, item)
                         for m in (before[w.name], found.activations[w.name])]
                 more += kept[0] - kept[1]
         return dataclasses.replace(found, activations=before) if more <= SLACK else found
