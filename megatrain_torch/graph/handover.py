@@ -248,14 +248,6 @@ class HandOver:
         if self.observer is not None and (who := self.observer()) is not None:
             who._update_now(unit, records)
 
-    def window_opens(self) -> None:
-        """Half-way through a forward, compute is told to wait for the last gradients of the backward before: they
-        have landed by then, and need not stay on the device beside this pass's activations."""
-        self.opened += 1
-        if self.opened == max(1, len(self.runtime.all_windows) // 2):
-            self.runtime.core.land(self.runtime.stream())
-            self.let_go()
-
     def let_go(self) -> None:
         """Frees the sources of copies that are over, or that compute waits for."""
         passed = self.runtime.core.passed()

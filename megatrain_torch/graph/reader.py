@@ -78,7 +78,10 @@ class Reading:
         self._guards = manager
         called = {n.target for n in graph.module.graph.nodes if n.op == "call_method"} if graph is not None else set()
         methods = [(Tensor, name) for name in sorted(called)]
-        methods += [(kind, name) for kind in kinds for name in _running(kind, code)]
+        for kind in kinds:                   # names in a class, or in those that it is made of, whose code ran
+            methods += {(kind, name) for base in kind.__mro__ for name, value in vars(base).items()
+                        if getattr(getattr(value, "fget", getattr(value, "__func__", value)), "__code__", None) in code
+                        and getattr(kind, name, None) is getattr(kind, name, None)}
         self._methods = tuple(zip(*methods)) or ((), ())
         self._bodies = [getattr(*method, None) for method in methods]
         if (variables := _variables(code)) is None:
@@ -89,13 +92,6 @@ class Reading:
         found = {(c.co_filename, name) for c in code for name in c.co_names if hasattr(builtins, name)}
         names = [(homes[file], name) for file, name in found if file in homes and name not in homes[file]]
         self._names = tuple(zip(*names)) or ((), ())
-
-
-def _running(kind: type, code: set[types.CodeType]) -> set[str]:
-    """Names in a class, or in those that it is made of, whose code is among this."""
-    return {name for base in kind.__mro__ for name, value in vars(base).items()
-            if getattr(getattr(value, "fget", getattr(value, "__func__", value)), "__code__", None) in code
-            and getattr(kind, name, None) is getattr(kind, name, None)}
 
 
 def _variables(code: set[types.CodeType]) -> list[Any] | None:

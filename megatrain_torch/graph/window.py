@@ -194,10 +194,15 @@ class Window:
         return self.runtime.forward(self, args, kwargs, self._opened)
 
     def _opened(self, args: Any, kwargs: Any) -> Any:
-        rt = self.runtime
+        rt, home = self.runtime, self.runtime.handover
         if in_backward() == -1:
-            if rt.handover.alive:
-                rt.handover.window_opens()
+            if home.alive:
+                home.opened += 1
+                # Half-way through a forward compute waits for the last gradients of the backward before: they have
+                # landed by then, and need not stay on the device beside this pass's activations.
+                if home.opened == max(1, len(rt.all_windows) // 2):
+                    rt.core.land(rt.stream())
+                    home.let_go()
             rt.keep_writes()
         return self.once(args, kwargs) if rt.trace is UNTRACED else rt.trace.forward(self, args, kwargs)
 
