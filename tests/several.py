@@ -557,8 +557,8 @@ class Sums:
 
     def replace(self, model: nn.Module) -> None:
         """What a streamed model has for gradients."""
-        from megatrain_torch.graph.handover import ADD, SET
         from megatrain_torch.model.stream import runtime_of
+        from megatrain_torch.store.gradient import ADD, SET
         core, names = runtime_of(model).core, {p: name for name, p in model.named_parameters()}
         set_already: set[str] = set()
         for sums in self.sums:

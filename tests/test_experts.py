@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 import megatrain_torch as mt  # noqa: E402
 from megatrain_torch.base.codes import Coded, nf4_strands  # noqa: E402
 from megatrain_torch.base.units import usual_experts  # noqa: E402
-from megatrain_torch.graph.stacks import Stack  # noqa: E402
+from megatrain_torch.graph.window import Stack  # noqa: E402
 from megatrain_torch.model.homes import move  # noqa: E402
 from megatrain_torch.model.stream import runtime_of  # noqa: E402
 

@@ -17,7 +17,6 @@ from zoo import update
 
 import megatrain_torch as mt
 from megatrain_torch.model import planning
-from megatrain_torch.model.choices import Limits
 from megatrain_torch.model.homes import Cap
 from megatrain_torch.model.planning import Pass, batch_of
 from megatrain_torch.model.stream import runtime_of
@@ -522,7 +521,7 @@ def test_what_others_have_of_the_device_is_not_planned_with_and_counts_once(limi
     rt = SimpleNamespace(is_cuda=True, device=torch.device("cuda:7"), core=core, cap=None, ranks=None,
                          ring=SimpleNamespace(slots=[SimpleNamespace(nbytes=3 * gib - 512)]))
     rt.cap = Cap(rt.device, core.device_bytes)
-    found = planning.Planning(rt, Limits(limit * gib, None, None, None))
+    found = planning.Planning(rt, SimpleNamespace(vram=limit * gib, plan=None))
     others = (50 - 6 - 20 - 1) * gib                         # 1 GiB may be this process's context
     assert found._left() == (total - others - 2 * gib if left is None else left * gib)
 

@@ -24,7 +24,7 @@ from megatrain_torch.group import between
 from megatrain_torch.group.ranks import Ranks, give_back
 from megatrain_torch.group.waits import Waits, done
 from megatrain_torch.model.filling import _give_memory
-from megatrain_torch.model.several import leaves_in_order, processors
+from megatrain_torch.model.stream import leaves_in_order, processors
 
 ARCHITECTURES = ("llama", "qwen3", "gemma2", "gpt2", "opt", "mixtral", "gpt_oss", "deepseek_v3", "mamba", "bert", "t5",
                  "vit")

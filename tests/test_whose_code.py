@@ -22,6 +22,7 @@ from megatrain_torch.base.modes import read
 from megatrain_torch.fused.layer import CALM
 from megatrain_torch.fused.templates.decoder import Decoder
 from megatrain_torch.graph import window
+from megatrain_torch.model.homes import move
 from megatrain_torch.model.runtime import runtime_of
 
 LAYERS = [f"model.layers.{i}" for i in range(4)]
@@ -204,7 +205,7 @@ def test_a_layer_that_turns_out_to_write_is_planned_for_before_the_next_pass() -
     planning = runtime_of(m).planning
     keeps = {name: "replay" if name in LAYERS else mode for name, mode in planning.plan.activations.items()}
     planning._plans = {32: dataclasses.replace(planning.plan, activations=keeps)}
-    planning._move(planning._plans[32])          # as for longer passes
+    move(planning.runtime, planning._plans[32], planning._limit())          # as for longer passes
     with pytest.warns(UserWarning, match="keeps its activations"):
         run(m).backward()
     assert planning.made == 1 and {w.keeps for w in runtime_of(m).windows if w.name in LAYERS} == {"replay"}

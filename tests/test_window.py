@@ -137,3 +137,16 @@ def test_what_another_forward_counts_is_counted_once(change: Any) -> None:
         change(m[0][0])
         found.append([*grads(m, m(x).square().mean()), *grads(m, m(x).square().mean()), torch.tensor(CALLS)])
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("way", ["replay", "replay+host"])
+def test_a_windows_own_hooks_stay_where_hooks_inside_it_were_there_for_one_forward(way: str) -> None:
+    _, model, x = built()
+    model, seen = mt.stream(model, "cpu", units=["0", "1", "2"], plan={"activations": way}, compute="eager"), []
+    model[1].register_forward_hook(lambda *_: seen.append("its own"))
+    inside = model[1].lin.register_forward_pre_hook(lambda _, args: (2 * args[0],))
+    loss = model(x).square().mean()
+    inside.remove()
+    loss.backward()                          # the window runs again, with the hook inside it
+    model(x)
+    assert seen == ["its own", "its own"] and not model[1].lin._forward_pre_hooks

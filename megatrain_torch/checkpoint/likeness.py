@@ -97,5 +97,5 @@ def known(rt: Runtime, saved: Any) -> dict[str, Any]:
 def _memory(rt: Runtime) -> list[int]:
     """Of the device, and the limit of what may be used; 0: there is none."""
     total = torch.cuda.get_device_properties(rt.device).total_memory if rt.is_cuda else 0
-    limit = rt.cap.limit if rt.planning is None else rt.planning.limits.vram
+    limit = rt.cap.limit if rt.planning is None else rt.planning.choices.vram
     return [total, limit or 0]

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..base.codes import format_of
 from ..graph.frames import SavedFrame
-from ..graph.stacks import Stack
+from ..graph.window import Stack
 from .proof.experts import loop_of
 from .templates import Template
 from .templates.parts import Unfit

@@ -57,7 +57,7 @@ class Door:
             return found
 
     def _try(self, task: int) -> bool | tuple[str, int, str]:
-        """As `enter`; or what cannot be now, and which thread is in its forward or backward."""
+        """As `enter`; or for `_refuse`, why not now."""
         if not self._lock.acquire(blocking=False):
             # Autograd's thread may come: the one that is in a forward waits in it for a backward.
             waits = _first_of(sys._current_frames().get(self.thread), self.forward) is _ENGINE
@@ -187,9 +187,6 @@ class Untraced:
     def pass_begins(self) -> None: ...
 
     handed_over = finish = stop = pass_begins
-
-    def forward(self, window: Window, args: Any, kwargs: Any) -> Any:
-        return window.once(args, kwargs)
 
     def during(self, window: Window, work: str) -> AbstractContextManager[Any]:
         """What compute is given inside is this work of the window."""

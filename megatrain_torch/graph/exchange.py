@@ -108,16 +108,6 @@ def total(parts: list[Tensor], scale: float) -> Tensor:
     return total if scale == 1.0 else total.mul_(scale)
 
 
-class Ready(NamedTuple):
-    """A unit of which this rank has told."""
-
-    unit: int
-    layout: Layout
-    packed: Tensor | None                # its gradients, zeros where there is none; None: there are none at all
-    found: Tensor                        # by parameter, whether any rank has one, when `work` is over
-    work: Any
-
-
 class Sent(NamedTuple):
     """A unit's gradients on their way."""
 
@@ -137,7 +127,9 @@ class Exchange:
         self._scale = 1 / ranks.size if mean else 1.0
         self._telling = ranks.control.carrier("units")
         self._held: dict[int, dict[Record, Tensor]] = {}
-        self._ready: deque[Ready] = deque()
+        # Units of which this rank has told: layout; its gradients, None if there are none; by parameter, whether any
+        # rank has one, when the work that comes last is over.
+        self._ready: deque[tuple[int, Layout, Tensor | None, Tensor, Any]] = deque()
         self._sent: deque[Sent] = deque()
         self._turn = -1                      # the unit that is told next; -1: all were
         self.begun = 0                       # all-to-alls of this backward
@@ -325,26 +317,22 @@ class Exchange:
     def _trained(self, unit: int) -> list[Record]:
         return [r for r in self._model.units[unit] if r.was_trainable and r.numel and r not in self._entire]
 
-    def _layout(self, unit: int) -> Layout:
-        records, known = self._trained(unit), self._layouts.get(unit)
-        if known is None or known.records != records:
-            known = self._layouts[unit] = Layout(self._model.core.portions(unit), records)
-        return known
-
     @torch.no_grad()
     def _tell_next(self) -> None:
         unit, self._turn = self._turn, self._turn - 1
-        layout, grads = self._layout(unit), self._held.pop(unit, {})
-        if not layout.records:
+        records, layout, grads = self._trained(unit), self._layouts.get(unit), self._held.pop(unit, {})
+        if not records:
             return
-        found = torch.tensor([r in grads for r in layout.records], dtype=torch.uint8)
+        if layout is None or layout.records != records:
+            layout = self._layouts[unit] = Layout(self._model.core.portions(unit), records)
+        found = torch.tensor([r in grads for r in records], dtype=torch.uint8)
         told, packed = self._telling.allreduce([found], most()), None
         if grads:
             with nullcontext() if self._beside is None else self._beside.packing(grads.values()):
                 packed = torch.empty(sum(layout.bytes), dtype=torch.uint8, device=self._model.device)
                 for parcels, buffer in zip(layout.parcels, torch.split(packed, layout.bytes)):
                     pack(parcels, grads, buffer)
-        self._ready.append(Ready(unit, layout, packed, found, told))
+        self._ready.append((unit, layout, packed, found, told))
 
     def _send_ready(self) -> None:
         """What was told goes, when the others have told of it too."""
@@ -360,21 +348,21 @@ class Exchange:
 
     @torch.no_grad()
     def _send_next(self) -> None:
-        one, device = self._ready.popleft(), self._model.device
-        self._ranks.control.until(one.work, f"waits for others to come to gradients of unit {one.unit}")
-        records = [r for r, bit in zip(one.layout.records, one.found.tolist()) if bit]
+        (unit, layout, packed, found, told), device = self._ready.popleft(), self._model.device
+        self._ranks.control.until(told, f"waits for others to come to gradients of unit {unit}")
+        records = [r for r, bit in zip(layout.records, found.tolist()) if bit]
         if not records:
             return
         self.begun += 1
-        sizes, own, how = one.layout.bytes, one.layout.bytes[self._ranks.rank], dist.AllToAllOptions()
+        sizes, own, how = layout.bytes, layout.bytes[self._ranks.rank], dist.AllToAllOptions()
         how.asyncOp = True
         with self._entered():
-            outward = torch.zeros(sum(sizes), dtype=torch.uint8, device=device) if one.packed is None else one.packed
+            outward = torch.zeros(sum(sizes), dtype=torch.uint8, device=device) if packed is None else packed
             inward = torch.empty(self._ranks.size * own, dtype=torch.uint8, device=device)
-            with self._ranks.control.named(f"exchanges gradients of unit {one.unit}"):
-                span = self._model.core.span(LANE, WORK, one.unit, self._stream())
+            with self._ranks.control.named(f"exchanges gradients of unit {unit}"):
+                span = self._model.core.span(LANE, WORK, unit, self._stream())
                 work = self._group.alltoall_base(inward, outward, [own] * self._ranks.size, sizes, how)
-        sent = Sent(one.unit, one.layout, records, work, (inward, outward), span)
+        sent = Sent(unit, layout, records, work, (inward, outward), span)
         if self._by_streams:
             self._bring_home(sent)
         else:
@@ -397,7 +385,7 @@ class Exchange:
             items: list[tuple[Any, ...]] = []
             sources: list[Tensor] = []
             for r in sent.records:
-                if (found := self._home.claim(r)) is None:       # somebody took its place while backward ran
+                if (found := gradient.claim(r)) is None:       # somebody took its place while backward ran
                     self._error = self._error or (f"{r.name}: somebody took its .grad while backward ran, and further "
                                                   "gradients of several processes cannot be added to that")
                     continue

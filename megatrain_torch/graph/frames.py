@@ -52,15 +52,13 @@ def check_versions(window: Window, versions: list[int]) -> None:
 
 
 class Weight:
-    """A saved tensor that lies in a slot, or in a weight made of codes: which version, and which part of it.
-
-    place: the number of the unit, or of a cut of it; or the weight of codes. offset: bytes from the start of a slot;
-    elements of a weight of codes.
-    """
+    """A saved tensor that lies in a slot, or in a weight made of codes: which version, and which part of it."""
 
     __slots__ = ("runtime", "place", "unit", "version", "dtype", "size", "stride", "offset")
 
     def __init__(self, runtime: Runtime, place: int | Whole | Piece, offset: int, t: Tensor) -> None:
+        """place: the number of the unit, or of a cut of it; or the weight of codes. offset: bytes from the start of a
+        slot; elements of a weight of codes."""
         self.runtime, self.place, self.offset = runtime, place, offset
         self.unit = runtime.ring.unit_of(place) if type(place) is int else place.records[0].unit
         self.version = runtime.core.version(self.unit)
@@ -162,7 +160,7 @@ class HostFrame(SavedFrame):
         fork = Fork()
         fork.call(args, kwargs)
         self.shared = {storage_of(t) for t, _ in fork.watched} - {storage_of(t) for t in fork.with_grad}
-        self.shared |= {storage_of(b) for m in window.buffered for b in m._buffers.values() if b is not None}
+        self.shared |= {storage_of(b) for m in window.modules for b in m._buffers.values() if b is not None}
 
     def pack(self, t: Tensor) -> Any:
         handle = super().pack(t)
@@ -200,11 +198,8 @@ class ReplayFrame:
         self.trainable = window.trainable                # requires_grad may change, and change back, meanwhile
         self.attributes = [dict(own) for _, own in window.answering]
         self.clones = None if window.proved else Fork(clone=True).call(args, kwargs)
-        self.classes = [(m, type(m)) for m in window.modules]
-        self.hooks = _hooks(window)
-        self.buffers = snapshot_buffers(window.buffered)
+        self.scene = Scene(window)
         self.shapes: list[Any] | None = [] if self.clones is not None else None
-        self.surroundings = surroundings(self.runtime.device)
         self.versions = window.versions()
 
     def pack(self, t: Tensor) -> Any:
@@ -240,8 +235,7 @@ class ReplayFrame:
             away.away.leave()
 
     def backward_ended(self) -> None:
-        """What nobody has asked for is made again by the next backward that does."""
-        self.saved = {}
+        self.saved = {}                      # what nobody has asked for the next backward that does makes again
 
     def replay(self) -> None:
         """Runs the forward again until all that the first run saved is there, or to its end where that is to be
@@ -261,26 +255,31 @@ class ReplayFrame:
                     _pop()
                 bits = [] if known else _bits(out)
                 if not known and not (len(bits) == len(self.bits) and all(map(torch.equal, bits, self.bits))):
-                    self._refuse("gave another output")
+                    raise self._other("gave another output")
         except _StopReplay:
             pass
         if len(self.saved) < self.count:
-            self._refuse(f"saved {len(self.saved)} tensors where the first run saved {self.count}")
+            raise self._other(f"saved {len(self.saved)} tensors where the first run saved {self.count}")
+
+    def _other(self, what: str) -> MegatrainError:
+        return MegatrainError(f"{self.window.name}: run again, its forward {what}; it does not repeat itself: "
+                              "use plan={'activations': 'saved'}")
 
     @contextlib.contextmanager
     def as_it_was(self) -> Iterator[tuple[Any, Any]]:
-        """Inputs, weights, classes, hooks, buffers, random numbers and autocast as the first run met them; put back
-        after."""
-        self._check()
-        rt, window = self.runtime, self.window
-        saved_surroundings = surroundings(rt.device)
-        saved_buffers = restore_buffers(window.buffered, self.buffers)
-        others = [(m, type(m)) for m, kind in self.classes if type(m) is not kind]
-        hooks, outer, opened = _hooks(window), None, False
+        """Inputs, weights and all else as the first run met them; put back after."""
+        window, opened, outer = self.window, False, None
+        if self.runtime.given and window._left() is not None:
+            raise MegatrainError(f"{window.name}: it has to run again with its own weights, and others are in their "
+                                 "places: call backward() outside of functional_call, or use "
+                                 "plan={'activations': 'saved'}")
+        check_versions(window, self.versions)
+        if any(t._version != v for t, v in self.watched):
+            raise modified(f"an input of {window.name!r} was changed after its forward; use "
+                           "plan={'activations': 'saved'} to keep what it needs")
+        now = Scene(window)
         try:
-            _give_classes(self.classes)
-            _change_hooks(hooks, self.hooks)
-            set_surroundings(rt.device, self.surroundings)
+            self.scene.put()
             torch.set_autocast_cache_enabled(False)      # it would keep casts of weights that move on
             with torch.enable_grad():
                 inputs = Fork(as_results=True).call(*self.inputs)
@@ -295,14 +294,7 @@ class ReplayFrame:
             if opened:
                 swap_window(outer)
             window.expanded.clear()
-            restore_buffers(window.buffered, saved_buffers)
-            set_surroundings(rt.device, saved_surroundings)
-            _give_classes(others)
-            _change_hooks(self.hooks, hooks)
-
-    def _refuse(self, what: str) -> None:
-        raise MegatrainError(f"{self.window.name}: run again, its forward {what}; it does not repeat itself: "
-                             "use plan={'activations': 'saved'}")
+            now.put()
 
     def _collector(self, stops: bool) -> Any:
         """A hook that keeps what the first run saved. stops: behind the last of that."""
@@ -312,7 +304,7 @@ class ReplayFrame:
             nonlocal number
             number += 1
             if shapes is not None and number <= last and shapes[number] != t.shape:
-                self._refuse(f"saved a tensor of {list(t.shape)} where the first run saved {list(shapes[number])}")
+                raise self._other(f"saved a tensor of {list(t.shape)} where the first run saved {list(shapes[number])}")
             if number > last:
                 return keep(t)               # the rest of a run to the end: nobody asks for it
             saved[number] = handle = packed(window, t, pieces_alone=True)
@@ -322,42 +314,60 @@ class ReplayFrame:
 
         return pack
 
-    def _check(self) -> None:
-        if self.runtime.given and self.window._left() is not None:
-            raise MegatrainError(f"{self.window.name}: it has to run again with its own weights, and others are in "
-                                 "their places: call backward() outside of functional_call, or use "
-                                 "plan={'activations': 'saved'}")
-        check_versions(self.window, self.versions)
-        if any(t._version != v for t, v in self.watched):
-            raise modified(f"an input of {self.window.name!r} was changed after its forward; use "
-                           "plan={'activations': 'saved'} to keep what it needs")
 
+class Scene:
+    """What a window's forward meets beside its inputs and weights: classes, hooks and buffers of its modules, random
+    numbers, autocast.
 
-def _give_classes(classes: list[tuple[nn.Module, type]]) -> None:
-    for module, kind in classes:
-        if type(module) is not kind:
-            object.__setattr__(module, "__class__", kind)
+    Hooks may be there for one call of the model: PEFT's of activated LoRA hand each layer the call's offsets, and are
+    gone when a layer runs again. BatchNorm writes its buffers without a trace in `_version`: so their values are kept.
+    """
 
+    def __init__(self, window: Window) -> None:
+        self._window, device = window, window.runtime.device
+        self._classes = [(m, type(m)) for m in window.modules]
+        self._hooks = self._hooks_now()
+        with torch.no_grad():
+            self._buffers = [(m, k, b, b.clone() if isinstance(b, Tensor) else None)
+                             for m in window.modules for k, b in m._buffers.items()]
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[device.index])
+        self._random = [g.get_state() for g in self._generators]
+        self._caches = torch.is_autocast_cache_enabled()
+        self._casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                       for kind in dict.fromkeys((device.type, "cpu"))]
 
-_Hooks = list[tuple[dict[int, Any], dict[int, Any]]]      # tables of modules that are not empty, and copies of them
+    def _hooks_now(self) -> list[tuple[dict[int, Any], dict[int, Any]]]:
+        """Tables of the modules inside that are not empty, and copies of them. The window's own run around it."""
+        if not any(self._window.hooks):
+            return []
+        return [(table, dict(table)) for m in self._window.modules[1:]
+                for table in (m._forward_hooks, m._forward_hooks_with_kwargs, m._forward_hooks_always_called,
+                              m._forward_pre_hooks, m._forward_pre_hooks_with_kwargs) if table]
 
-
-def _hooks(window: Window) -> _Hooks:
-    """Those of forward. They may be there for one call of the model: PEFT's of activated LoRA hand each layer the
-    call's offsets, and are gone when a layer runs again."""
-    if not any(window.hooks):
-        return []
-    return [(table, dict(table)) for m in window.modules
-            for table in (m._forward_hooks, m._forward_hooks_with_kwargs, m._forward_hooks_always_called,
-                          m._forward_pre_hooks, m._forward_pre_hooks_with_kwargs) if table]
-
-
-def _change_hooks(there: _Hooks, wanted: _Hooks) -> None:
-    if there != wanted:
-        for table, _ in there:
-            table.clear()
-        for table, hooks in wanted:
-            table.update(hooks)
+    def put(self) -> None:
+        """All is as it was when this was made."""
+        for m, kind in self._classes:
+            if type(m) is not kind:
+                object.__setattr__(m, "__class__", kind)
+        if (there := self._hooks_now()) != self._hooks:
+            for table, _ in there:
+                table.clear()
+            for table, hooks in self._hooks:
+                table.update(hooks)
+        with torch.no_grad():
+            for m, k, b, values in self._buffers:
+                m._buffers[k] = b
+                if isinstance(b, Tensor):
+                    with torch.autograd._unsafe_preserve_version_counter(b):
+                        b.copy_(values)
+        for g, state in zip(self._generators, self._random):
+            g.set_state(state)
+        torch.set_autocast_cache_enabled(self._caches)
+        for kind, enabled, dtype in self._casts:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
 
 
 def _bits(out: Any) -> list[Tensor]:
@@ -450,52 +460,7 @@ class Fork:
         return _Result.apply(out) if self.as_results else out
 
 
-# ---- random numbers and autocast ---------------------------------------------------------------
-
-def surroundings(device: torch.device) -> tuple[Any, ...]:
-    """Where torch's generators stand, and what autocast does, on the CPU and on the compute device."""
-    kinds = dict.fromkeys((device.type, "cpu"))
-    return ([g.get_state() for g in _generators(device)], torch.is_autocast_cache_enabled(),
-            [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds])
-
-
-def set_surroundings(device: torch.device, s: tuple[Any, ...]) -> None:
-    states, caches, casts = s
-    for g, state in zip(_generators(device), states):
-        g.set_state(state)
-    torch.set_autocast_cache_enabled(caches)
-    for kind, enabled, dtype in casts:
-        torch.set_autocast_enabled(kind, enabled)
-        torch.set_autocast_dtype(kind, dtype)
-
-
-def _generators(device: torch.device) -> list[torch.Generator]:
-    cpu = torch.default_generator
-    return [cpu, torch.cuda.default_generators[device.index]] if device.type == "cuda" else [cpu]
-
-
-# ---- modules of a window -----------------------------------------------------------------------
-
-def snapshot_buffers(modules: list[nn.Module]) -> list[tuple[nn.Module, str, Any, Any]]:
-    """(module, name, tensor, copy of its values): BatchNorm writes without leaving a trace in `_version`."""
-    with torch.no_grad():
-        return [(m, k, b, b.clone() if isinstance(b, Tensor) else None)
-                for m in modules for k, b in m._buffers.items()]
-
-
-def restore_buffers(modules: list[nn.Module], snapshot: list[tuple[nn.Module, str, Any, Any]]) -> list[Any]:
-    """Puts values back that have changed; returns what was there."""
-    if not snapshot:
-        return []
-    now = snapshot_buffers(modules)
-    with torch.no_grad():
-        for m, k, b, values in snapshot:
-            m._buffers[k] = b
-            if isinstance(b, Tensor):
-                with torch.autograd._unsafe_preserve_version_counter(b):
-                    b.copy_(values)
-    return now
-
+# ---- recurrent modules --------------------------------------------------------------------------
 
 @contextlib.contextmanager
 def flat_weights(recurrent: list[nn.Module]) -> Iterator[None]:

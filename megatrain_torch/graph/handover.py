@@ -30,8 +30,6 @@ from ..store.state import in_backward
 if TYPE_CHECKING:
     from ..model.runtime import Runtime
 
-SET, ADD = 0, 1
-
 
 class HandOver:
     def __init__(self, runtime: Runtime) -> None:
@@ -74,7 +72,7 @@ class HandOver:
         return out
 
     def _kind(self, record: Record, node: Any) -> str:
-        exchange, param = self.runtime.exchange, record.param
+        exchange, param = self.runtime.exchange, record._param()
         with torch._C.DisableTorchFunctionSubclass():
             hooks = len(param._backward_hooks or ()) + len(param._post_accumulate_grad_hooks or ())
             if not param.requires_grad:          # frozen since the forward: torch drops it too
@@ -211,7 +209,7 @@ class HandOver:
         for record, grad in pairs:
             if grad.layout != torch.strided or grad.stride() != record.stride or grad.dtype != record.dtype:
                 grad = self.conform(record, grad)
-            found = (SET, 0) if passing else self.claim(record)
+            found = (gradient.SET, 0) if passing else gradient.claim(record)
             if found is None:
                 gradient.add(record, grad)
                 self.unstepped = True
@@ -225,7 +223,7 @@ class HandOver:
     def put(self, unit: int, items: list[tuple[Any, ...]], sources: list[Tensor], stream: int | None = None) -> None:
         """Gradients of one unit: items as Engine.offload takes them, which lie in `sources`. stream: in which they are
         made; None: in compute's."""
-        if self.runtime.exchange is None and ADD in [mode for _, _, mode, *_ in items]:
+        if self.runtime.exchange is None and gradient.ADD in [mode for _, _, mode, *_ in items]:
             self.ask_room(sums=True)
         self.runtime.trace.handed_over()           # before compute is told to wait for copies of earlier gradients
         ticket = self.runtime.core.offload(unit, items, self.stream if stream is None else stream)
@@ -250,14 +248,6 @@ class HandOver:
         if self.observer is not None and (who := self.observer()) is not None:
             who._update_now(unit, records)
 
-    def window_opens(self) -> None:
-        """Half-way through a forward, compute is told to wait for the last gradients of the backward before: they
-        have landed by then, and need not stay on the device beside this pass's activations."""
-        self.opened += 1
-        if self.opened == max(1, len(self.runtime.all_windows) // 2):
-            self.runtime.core.land(self.runtime.stream())
-            self.let_go()
-
     def let_go(self) -> None:
         """Frees the sources of copies that are over, or that compute waits for."""
         passed = self.runtime.core.passed()
@@ -273,16 +263,3 @@ class HandOver:
             return grad
         with torch.no_grad():
             return torch.empty_strided(record.shape, record.stride, dtype=record.dtype, device=grad.device).copy_(grad)
-
-    @staticmethod
-    def claim(record: Record) -> tuple[int, int] | None:
-        """The gradient is late from now on: SET or ADD into plane GRAD, and whether host memory counts, as
-        Engine.offload takes them. None: somebody has a tensor over the plane, or `.grad` is one of the user's."""
-        if gradient.begin(record):
-            record.set_in = in_backward()
-            return SET, 0
-        if not gradient.take_back(record):
-            return None
-        reread, record.written = record.written, False
-        record.summed = record.dtype.itemsize == 2
-        return ADD, int(reread)

@@ -152,25 +152,13 @@ def spared(windows: Iterable[Window]) -> Iterator[None]:
 def install() -> None:
     """transformers' functions for "sdpa" and "eager" ask here first; what others have put in their place, too."""
     interface = getattr(sys.modules.get("transformers.masking_utils"), "AttentionMaskInterface", None)
-    if interface is not None:
-        patches.once("masks", lambda: _patch(interface))
+    for kind in KINDS if interface is not None else ():
+        patches.once(f"{kind} masks", functools.partial(_patch, interface, kind))
 
 
-def _patch(interface: Any) -> Callable[[], None]:
-    before = {kind: interface()[kind] for kind in KINDS}
-    ours = {kind: _sparing(own, adds=kind == "eager") for kind, own in before.items()}
-    for kind, mask in ours.items():
-        interface.register(kind, mask)
+def _patch(interface: Any, kind: str) -> Callable[[], None]:
+    own, adds = interface()[kind], kind == "eager"
 
-    def undo() -> None:
-        for kind, mask in ours.items():
-            if interface()[kind] is mask:
-                interface.register(kind, before[kind])
-
-    return undo
-
-
-def _sparing(own: Callable[..., Any], adds: bool) -> Callable[..., Any]:
     @functools.wraps(own)
     def mask(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or args or not getattr(_now, "spared", False):
@@ -179,8 +167,13 @@ def _sparing(own: Callable[..., Any], adds: bool) -> Callable[..., Any]:
         skipped = sight is not None and not (adds or sight.window or sight.packed)       # none is made of it
         return own(**kwargs) if sight is None or skipped else StandIn.of(sight)
 
+    def undo() -> None:
+        if interface()[kind] is mask:
+            interface.register(kind, own)
+
     mask.mt_own = own
-    return mask
+    interface.register(kind, mask)
+    return undo
 
 
 def _wanted(asked: dict[str, Any], adds: bool) -> Sight | None:
@@ -237,9 +230,7 @@ def hooks_of(modules: Iterable[torch.nn.Module]) -> list[dict[int, Any]]:
 
 
 def hooked(hooks: list[dict[int, Any]]) -> bool:
-    """Is there a hook among these, inside a window, that would do something now?"""
-    if not any(hooks):
-        return False
+    """Would a hook among these, which are there inside a window, do something now?"""
     name = _CAPTURING if _collector() is not None else None
     return any(getattr(h, "__module__", "") != name for d in hooks for h in d.values()) or collects()
 

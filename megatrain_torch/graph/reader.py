@@ -78,7 +78,10 @@ class Reading:
         self._guards = manager
         called = {n.target for n in graph.module.graph.nodes if n.op == "call_method"} if graph is not None else set()
         methods = [(Tensor, name) for name in sorted(called)]
-        methods += [(kind, name) for kind in kinds for name in _running(kind, code)]
+        for kind in kinds:                   # names in a class, or in those that it is made of, whose code ran
+            methods += {(kind, name) for base in kind.__mro__ for name, value in vars(base).items()
+                        if getattr(getattr(value, "fget", getattr(value, "__func__", value)), "__code__", None) in code
+                        and getattr(kind, name, None) is getattr(kind, name, None)}
         self._methods = tuple(zip(*methods)) or ((), ())
         self._bodies = [getattr(*method, None) for method in methods]
         if (variables := _variables(code)) is None:
@@ -89,13 +92,6 @@ class Reading:
         found = {(c.co_filename, name) for c in code for name in c.co_names if hasattr(builtins, name)}
         names = [(homes[file], name) for file, name in found if file in homes and name not in homes[file]]
         self._names = tuple(zip(*names)) or ((), ())
-
-
-def _running(kind: type, code: set[types.CodeType]) -> set[str]:
-    """Names in a class, or in those that it is made of, whose code is among this."""
-    return {name for base in kind.__mro__ for name, value in vars(base).items()
-            if getattr(getattr(value, "fget", getattr(value, "__func__", value)), "__code__", None) in code
-            and getattr(kind, name, None) is getattr(kind, name, None)}
 
 
 def _variables(code: set[types.CodeType]) -> list[Any] | None:
@@ -343,11 +339,8 @@ def _read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Any, put: 
         warnings.simplefilter("ignore")      # what dynamo advises is for who asked for a graph
         try:
             made = convert_frame.compile_frame(code, there, dict(scope), vars(builtins), (), backend, True, set())
-        except Exception as error:           # dynamo's own, and whatever the user's code raises while it is followed
-            raise _Refused(_first_line(error)) from error
-        output = made.tracer_output.output_graph
-        graph, ran = graphs[-1] if graphs else None, list(output.tracing_context.traced_code)
-        try:
+            output = made.tracer_output.output_graph
+            graph, ran = graphs[-1] if graphs else None, list(output.tracing_context.traced_code)
             _refuse_unseen(ran)
             with tracing(output.tracing_context):
                 found.found = None if judge is None else judge(graph, found.writes)
@@ -355,10 +348,10 @@ def _read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Any, put: 
             made = _manager()(code, output, gone=found,
                               guard_filter_fn=functools.partial(_kept, put, kinds, found.writes))
             found.guard_by(made.guard_manager, graph, set(ran), kinds)
-        except Exception as error:
+        except Exception as error:           # dynamo's own, and whatever the user's code raises while it is followed
             raise _Refused(_first_line(error)) from error
         finally:
-            for node in graph.module.graph.nodes if graph is not None else ():
+            for node in [n for graph in graphs for n in graph.module.graph.nodes]:
                 node.meta.clear()            # cycles by way of C that no collector sees
     return found
 

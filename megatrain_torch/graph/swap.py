@@ -20,6 +20,7 @@ the last of its parts is gone.
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -91,8 +92,16 @@ class Bundle:
     def leave(self) -> None:
         """All of them begin to leave; behind what compute has been given so far."""
         self.known = {}
-        if self.sources:
-            self.swap.leaves(self)
+        if not self.sources:
+            return
+        swap, rt = self.swap, self.swap.runtime
+        swap.sweep()
+        parts = tuple((t.data_ptr(), shape[-1]) for t, shape in zip(self.sources, self.shapes))
+        rt.room.activations(rt.core, sum(n for _, n in parts), BAYS if self.disk else 1)
+        self.number = rt.core.swap_out(self.unit, parts, rt.stream(), self.disk)
+        swap.held.append((self, self.sources))
+        swap.out = [ref for ref in swap.out if ref() is not None]
+        swap.out.append(weakref.ref(self))
 
     def get(self, number: int) -> Tensor:
         check_unwritten(*self.versions[number], self.shapes[number][0])
@@ -168,30 +177,16 @@ class Swap:
     def entered(self) -> None:
         """A window runs under autograd."""
         self.position += 1
-        while self.held and self.held[0][0].position < self.position - GIVEN_UP:
-            self._give_up()
+        if self.held:
+            self.sweep(self.position - GIVEN_UP)
 
-    def leaves(self, bundle: Bundle) -> None:
-        rt = self.runtime
-        self.sweep()
-        parts = tuple((t.data_ptr(), shape[-1]) for t, shape in zip(bundle.sources, bundle.shapes))
-        rt.room.activations(rt.core, sum(n for _, n in parts), BAYS if bundle.disk else 1)
-        bundle.number = rt.core.swap_out(bundle.unit, parts, rt.stream(), bundle.disk)
-        self.held.append((bundle, bundle.sources))
-        self.out = [ref for ref in self.out if ref() is not None]
-        self.out.append(weakref.ref(bundle))
-
-    def sweep(self) -> None:
-        """Nothing that left so far is held any more."""
-        while self.held:
-            self._give_up()
-
-    def _give_up(self) -> None:
-        """The oldest sources' memory goes back to torch's allocator, behind the copies out."""
-        bundle = self.held[0][0]
-        self.runtime.core.swap_left(bundle.number, self.runtime.stream())
-        bundle.sources = []
-        self.held.popleft()
+    def sweep(self, position: float = math.inf) -> None:
+        """The sources' memory of windows before this position goes back to torch's allocator, behind the copies out."""
+        while self.held and self.held[0][0].position < position:
+            bundle = self.held[0][0]
+            self.runtime.core.swap_left(bundle.number, self.runtime.stream())
+            bundle.sources = []
+            self.held.popleft()
 
     def approach(self, position: int) -> None:
         """The backward of the window at this position begins: those before it are about to be asked for, those behind

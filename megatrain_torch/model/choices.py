@@ -25,7 +25,7 @@ from ..base.units import Group, usual_experts
 from ..plans import planner
 from ..plans.planner import Plan
 from ..plans.room import check_device, check_loading, check_weights, loads, to_disk
-from ..plans.tally import ALONE, LENT, Asked, Fleet, check_delivery
+from ..plans.tally import LENT, Asked, Fleet, check_delivery
 from ..store.disk import SPILLED, Disk, check_room
 from ..store.records import DTYPES
 from .runtime import runtimes
@@ -93,26 +93,20 @@ def refuse_packed(module: nn.Module, where: torch.device) -> None:
 
 # ---- how ----
 
-@dataclass(frozen=True)
-class Limits:
-    """What the user said beside the model: limits in bytes, and names for mt.plan. fleet: who streams it together."""
-
-    vram: int | None
-    host: int | None
-    disk: Disk | None
-    units: list[str | nn.Module] | None
-    fleet: Fleet = ALONE
-
-
 @dataclass
 class Choices:
-    """A plan, or arguments by hand, in one form."""
+    """What the user said beside the model, by a plan or by arguments, in one form."""
 
     options: dict[str, Any]     # a plan's dict
     compute: str
     products: str
-    vram: int | None            # bytes
+    dtype: torch.dtype | None
+    units: list[str | nn.Module] | None
+    vram: int | None            # bytes, as the user said
+    cap: int | None             # bytes of the device that may be used: those, or a plan's
+    host: int | None            # bytes
     disk: Disk | None
+    fleet: Fleet                # the processes that stream it together
     plan: Plan | None           # None: options were given by hand, or not at all: what a step takes is not known
     itself: bool                # mt.stream plans, or has planned, and will again where the loop outgrows that
     doors: Doors = field(default_factory=opened)        # of the engine, for tests
@@ -133,9 +127,8 @@ class Choices:
         """Bytes of activations on disk, as far as known."""
         return 0 if self.plan is None else self.plan.disk.get(SPILLED, 0)
 
-    def asked(self, name: str, groups: list[Group], dtype: torch.dtype | None, where: torch.device, fleet: Fleet
-              ) -> Asked:
-        """For a model of this name and these units, as room.py takes it. fleet: the processes that stream it."""
+    def asked(self, name: str, groups: list[Group], where: torch.device) -> Asked:
+        """For a model of this name and these units, as room.py takes it."""
         options, plan = self.options, self.plan
         names, homes = [unit for unit, _ in groups], options.get("homes", "ram")
         if not isinstance(homes, str | dict):
@@ -148,30 +141,33 @@ class Choices:
             if home not in HOMES:
                 raise MegatrainError(f"plan: homes[{unit!r}]={home!r}; use {', '.join(map(repr, HOMES[:-1]))} "
                                      f"or {HOMES[-1]!r}")
-        return Asked(name, groups, dtype, tuple(by_name.get(unit, "ram") for unit in names), options.get("slots", 3),
-                     1 if plan is None else plan.micro, where.type == "cpu", () if plan is None else plan.besides,
-                     options.get("grads", "ram") == "ram", options.get("states", "fp32"), options.get("lent", LENT),
-                     fleet=fleet, experts=options.get("experts", 0))
+        return Asked(name, groups, self.dtype, tuple(by_name.get(unit, "ram") for unit in names),
+                     options.get("slots", 3), 1 if plan is None else plan.micro, where.type == "cpu",
+                     () if plan is None else plan.besides, options.get("grads", "ram") == "ram",
+                     options.get("states", "fp32"), options.get("lent", LENT), fleet=self.fleet,
+                     experts=options.get("experts", 0))
 
 
-def choose(module: nn.Module, where: torch.device, limits: Limits, tokens: int | None, seq: int | None,
-           states: str | None, dtype: torch.dtype | None, compute: str, plan: Plan | dict[str, Any] | None,
-           products: str | None) -> Choices:
+def choose(module: nn.Module, where: torch.device, fleet: Fleet, *, tokens: int | None, seq: int | None,
+           vram: int | str | None, host: int | str | None, nvme: str | dict[str, Any] | None, states: str | None,
+           dtype: torch.dtype | None, units: list[str | nn.Module] | None, compute: str,
+           plan: Plan | dict[str, Any] | None, products: str | None) -> Choices:
     """Arguments of mt.stream, and what is planned for tokens and seq, where these are given. What is given beside a
     plan counts instead of the plan's. Raises: some do not go together, or mean nothing; or no plan fits."""
+    cap = most = parse_bytes(vram, "vram")
+    host_bytes, disk = parse_bytes(host, "host"), Disk.parse(nvme)
     if products is None:
         products = plan.products if isinstance(plan, Plan) else "bf16"
     check_products(products, compute, where)
     compute, given = "fused" if products == "fp8" else compute, plan
-    vram, disk, fleet = limits.vram, limits.disk, limits.fleet
     if tokens is not None or seq is not None:
         if plan is not None:
             raise MegatrainError("tokens=, seq= and plan=: a plan knows its tokens; give one of the two")
         if tokens is None or seq is None:
             raise MegatrainError("tokens= and seq= go together: tokens of a training step, in sequences of seq")
         given = planner.plan(module, machine=None if where.type == "cuda" else "cpu", tokens=tokens, seq=seq,
-                             vram=vram, host=limits.host, states=states or "fp32", compute=compute, products=products,
-                             dtype=dtype, units=limits.units, nvme=disk,
+                             vram=most, host=host_bytes, states=states or "fp32", compute=compute, products=products,
+                             dtype=dtype, units=units, nvme=disk,
                              gpus=fleet.gpus, machines=fleet.machines)
     if disk is not None:
         disk.room()                          # refuses a directory that is not there
@@ -184,14 +180,14 @@ def choose(module: nn.Module, where: torch.device, limits: Limits, tokens: int |
         compute = given.compute if compute == "auto" else compute
         options = _options({key: getattr(given, key) for key in PLAN_KEYS - {"threads"}}, compute)
         disk = disk or given.nvme
-        vram = parse_bytes(given.machine.vram_bytes, "vram") if vram is None else vram
+        cap = parse_bytes(given.machine.vram_bytes, "vram") if most is None else most
     else:
         options, given = _options(given, compute), None
         if states is not None and options.setdefault("states", check_states(states)) != states:
             raise MegatrainError(f"states={states!r}, and the plan's are {options['states']!r}: give one of the two")
         check_delivery(fleet, options.get("delivery"))
-    itself = plan is None and (where.type == "cuda" or limits.vram is not None)
-    return Choices(options, compute, products, vram, disk, given, itself)
+    itself = plan is None and (where.type == "cuda" or most is not None)
+    return Choices(options, compute, products, dtype, units, most, cap, host_bytes, disk, fleet, given, itself)
 
 
 def _options(plan: dict[str, Any] | None, compute: str) -> dict[str, Any]:
@@ -238,15 +234,16 @@ def compute_device(device: str | torch.device | None) -> torch.device:
 
 # ---- does it fit ----
 
-def fitted(asked: Asked, where: torch.device, choices: Choices, host: int | None) -> Asked:
-    """What is asked for, with homes and slots where they were left open. host: limit of host memory. Raises: it does
-    not fit; the message says what of it, and what would."""
+def fitted(asked: Asked, where: torch.device, choices: Choices) -> Asked:
+    """What is asked for, with homes and slots where they were left open. Raises: it does not fit; the message says what
+    of it, and what would."""
+    host = choices.host
     free = None                              # of the device; not known on the CPU device, whose memory is the host's
     if where.type == "cuda":
         gc.collect()                         # models that were dropped, and their slots
         free = torch.cuda.mem_get_info(where)[0] + torch.cuda.memory_reserved(where) \
             - torch.cuda.memory_allocated(where)
-    most = min((n for n in (free, choices.vram) if n is not None), default=None)
+    most = min((n for n in (free, choices.cap) if n is not None), default=None)
     if choices.itself and choices.plan is None:
         # Until the first plan weights are in host memory; those of last units on the device where that is too small.
         try:
@@ -264,7 +261,7 @@ def fitted(asked: Asked, where: torch.device, choices: Choices, host: int | None
         experts = max([usual_experts(own) for _, own in asked.groups], default=0)
         if experts and sum(dataclasses.replace(asked, ring=2).device().values()) > most:
             asked = dataclasses.replace(asked, experts=experts)
-    asked = check_device(asked, free, choices.vram)
+    asked = check_device(asked, free, choices.cap)
     check_room(asked, choices.disk, choices.spills, choices.spilled)
     if not choices.itself or choices.plan is not None:
         check_loading(asked, host, choices.plan is not None, most)

@@ -47,7 +47,7 @@ def declare(rt: Runtime, asked: Asked, choices: Choices) -> None:
         rt.units.append(records)
         rt.unit_names.append(name)
         rt.wholes.append(wholes_of(records))
-    rt.cap.hold(choices.vram, asked.at_home())
+    rt.cap.hold(choices.cap, asked.at_home())
     rt.homes.open_slots(asked, units_at(asked, *SETTLED), {})
     # A file with weights is laid out at once, for states as they will be kept.
     if "states" in options or "disk+weights" in asked.homes:
@@ -172,7 +172,10 @@ class Origins:
         self._at: dict[int, Place | None] = dict(zip(map(id, params), every[self._first][0]))
         self._mine = {id(p) for p, place in zip(params, own) if place is not None and place == self._at[id(p)]}
         away = {place[0] for key, place in self._at.items() if place is not None and key not in self._mine}
-        self._files = {path: _mapped(path) for path in away}         # at once: who fills a unit looks for them
+        self._files = {}
+        for path in away:                        # at once: who fills a unit looks for them
+            with open(path, "rb") as file:
+                self._files[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._turns: list[int] = []              # who fills which unit
         at, first = 0, every[self._first][0]
         for unit, (_, of) in enumerate(groups):
@@ -231,11 +234,6 @@ def _sum(records: list[Record]) -> int:
         for t in [r.over(r.memory("HI", True), "HI")] + ([] if r.exact is None else [r.exact]):
             crc = zlib.crc32(t.contiguous().view(-1).view(torch.uint8).numpy(), crc) if t.numel() else crc
     return crc
-
-
-def _mapped(path: str) -> mmap.mmap:
-    with open(path, "rb") as f:
-        return mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def _give_memory(module: nn.Module, params: list[nn.Parameter]) -> None:

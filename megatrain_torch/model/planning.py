@@ -41,8 +41,7 @@ from ..store.state import in_backward, paused
 from .homes import keep, move
 
 if TYPE_CHECKING:
-    from ..store.disk import Disk
-    from .choices import Limits
+    from .choices import Choices
     from .runtime import Runtime
 
 LOOKS = (8, 64)                  # steps after a plan at which its homes are compared with others, for what came since
@@ -115,11 +114,6 @@ class Seen:
     def stepped(self) -> None:
         self.last, self.micro = self.micro or self.last, 0
 
-    def micro_batches(self) -> int:
-        """Of a step, as far as that is known: as many as the last one had; or two as soon as there is a second, whose
-        gradients have to be added up."""
-        return max(self.last, min(self.micro, 2))
-
 
 def batch_of(args: Any, kwargs: Any, records: Iterable[Any] = ()) -> Pass | None:
     """What a language model is given: ids or embeddings by their usual names, else the first tensor, if it has the form
@@ -163,9 +157,9 @@ Where = tuple[dict[str, str] | str, int | None, int | None, str | None]
 
 
 class Planning:
-    def __init__(self, runtime: Runtime, limits: Limits, made: Plan | None = None) -> None:
-        """made: a plan that is in force from the start."""
-        self.runtime, self.limits = runtime, limits
+    def __init__(self, runtime: Runtime, choices: Choices) -> None:
+        """choices: their plan is in force from the start, where there is one."""
+        self.runtime, self.choices, made = runtime, choices, choices.plan
         self.plan = made                         # the one in force; None: there is none yet, and `why`
         self.made = int(made is not None)        # so many plans have been put into force
         self.why = "no plan yet: mt.stream plans at the first forward that records gradients"
@@ -208,10 +202,7 @@ class Planning:
 
     def planned(self) -> list[int]:
         """For a checkpoint: sequences of a pass, their tokens, micro-batches; []: there is no plan."""
-        if self.plan is None:
-            return []
-        own = pass_of(self.plan)
-        return [own.sequences, own.seq, self.plan.micro]
+        return [] if self.plan is None else [*dataclasses.astuple(pass_of(self.plan)), self.plan.micro]
 
     def kept(self) -> dict[int, dict[str, str]]:
         """For a checkpoint: what windows keep, by the tokens of a pass."""
@@ -268,7 +259,7 @@ class Planning:
             # Longer than all that were planned for: units stay where they are, unless a plan from the start is faster.
             plan, here = self._near(seen.most.grade_above(pass_of(p)), seen.most)
             if here:
-                self._move(plan)
+                move(self.runtime, plan, self._limit())
                 self._plans[pass_of(plan).tokens] = plan
             else:
                 self._put_into_force(plan)
@@ -291,8 +282,9 @@ class Planning:
         return found
 
     def _micro(self) -> int:
-        """Micro-batches to plan for. An optimizer that is not mt.AdamW updates in memory whatever is planned."""
-        return self._seen.micro_batches() if self.adam else 1
+        """Micro-batches to plan for: as many as the last step had; or two as soon as there is a second, whose gradients
+        have to be added up. An optimizer that is not mt.AdamW updates in memory whatever is planned."""
+        return max(self._seen.last, min(self._seen.micro, 2)) if self.adam else 1
 
     def _stays(self) -> bool:
         """Units are where they are for good: on disk, or, of several processes, once they have agreed."""
@@ -420,14 +412,17 @@ class Planning:
             delivery = self.plan.delivery if self._agreed and self.plan is not None else None if self.adam else "whole"
         micro = max(self._micro(), 1 if self.plan is None else self.plan.micro)
         fused = wanted(rt.compute, rt.is_cuda, [r.dtype for r in rt.records])
+        disk, planes = self.choices.disk, (*PLANES_OF["masters"], *PLANES_OF["moments"])
+        if not rt.homes.on_disk and any(rt.core.host_bytes(PLANES[p]) for p in planes):
+            disk = None                          # states are in memory already, and cannot go to a file
         try:
             with paused(), torch._C._DisableAutocast():
                 found = plan(rt.root(), tokens=batch.tokens * micro, seq=batch.seq, micro=micro,
                              machine=None if rt.is_cuda else "cpu", homes=homes, slots=slots, experts=experts,
                              delivery=delivery, states=rt.states, compute="fused" if fused else "eager",
-                             products=rt.products, vram=self._left(), host=self.limits.host,
-                             use_cache=self._caches, units=self.limits.units, nvme=self._drive(),
-                             gpus=self.limits.fleet.gpus, machines=self.limits.fleet.machines)
+                             products=rt.products, vram=self._left(), host=self.choices.host,
+                             use_cache=self._caches, units=self.choices.units, nvme=disk,
+                             gpus=self.choices.fleet.gpus, machines=self.choices.fleet.machines)
         except MegatrainError as error:
             raise Refused(str(error)) from error
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -455,18 +450,11 @@ class Planning:
                 more += kept[0] - kept[1]
         return dataclasses.replace(found, activations=before) if more <= SLACK else found
 
-    def _drive(self) -> Disk | None:
-        """The user's directory. None: there is none, or states are in memory already, and cannot go to a file."""
-        rt, disk = self.runtime, self.limits.disk
-        planes = (*PLANES_OF["masters"], *PLANES_OF["moments"])
-        made = not rt.homes.on_disk and any(rt.core.host_bytes(PLANES[p]) for p in planes)
-        return None if made else disk
-
     def _limit(self) -> int:
         """Bytes of the device that this process may have."""
         self._machine = self._machine or resolve(None if self.runtime.is_cuda else "cpu")
         most = self._machine.vram_bytes
-        return min(self.limits.vram or most, most)
+        return min(self.choices.vram or most, most)
 
     def _left(self) -> int:
         """Bytes of `_limit()` that are left: other models and tensors of the user's have theirs of it, and other
@@ -484,7 +472,7 @@ class Planning:
     def _put_into_force(self, found: Plan, *beside: Plan) -> None:
         """beside: plans for passes of other lengths, with the same homes."""
         before, own = self.plan, self.runtime.keeps.own()
-        self._move(found)
+        move(self.runtime, found, self._limit())
         self.plan, self.made, self._for_adam = found, self.made + 1, self.adam
         self._plans = {pass_of(plan).tokens: plan for plan in (found, *beside)}
         self._came.clear()
@@ -496,9 +484,6 @@ class Planning:
             kept += f" instead of {show_bytes(before.vram['activations'])}"
         self.runtime.keeps.tell(own if found.compute == "fused" else {},
                                 f"planned for that: {rate}, {kept} of activations")
-
-    def _move(self, found: Plan) -> None:
-        move(self.runtime, found, self._limit())
 
     def __str__(self) -> str:
         if self.plan is None:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
+from .. import _core
 from ..base.units import cut
 from ..fused.templates import Weights
 from ..graph.hf_calls import mapped
+from ..group.control import Control
 from ..store.records import Record
 from ..store.state import PLAIN, DeviceParameter, in_backward
 from ..store.whole import Piece, Stacked, Whole
@@ -21,6 +24,7 @@ from ..store.whole import Piece, Stacked, Whole
 if TYPE_CHECKING:
     from .runtime import Runtime
 
+_LANE, _WORK = _core.LANES["gather"], _core.WORKS["fetch"]
 _use_count = torch._C._storage_Use_Count
 
 
@@ -60,10 +64,8 @@ class Slot:
         self._own = _use_count(self._storage._cdata)
 
     def views(self, number: int, records: Spots) -> list[Tensor | None]:
-        if (key := ("views", number)) not in self._made:
-            self._made[key] = self._counted(lambda: [
-                None if r is None else self.view(r.offset, r.dtype, r.shape, r.stride) for r in records])
-        return self._made[key]
+        return self._once(("views", number), lambda: [
+            None if r is None else self.view(r.offset, r.dtype, r.shape, r.stride) for r in records])
 
     def parameters(self, number: int, records: Spots) -> list[Tensor | None]:
         """The same for modules: each in a storage of its own, as parameters are, so that no offset, no as_strided and
@@ -73,7 +75,7 @@ class Slot:
             return memory.view(r.dtype).as_strided(r.shape, r.stride)
 
         if (key := ("parameters", number)) not in self._made:
-            found = self._made[key] = self._counted(lambda: [None if r is None else alone(r) for r in records])
+            found = self._once(key, lambda: [None if r is None else alone(r) for r in records])
             storages = [t.untyped_storage() for t in found if t is not None]
             self._apart += [(s, _use_count(s._cdata)) for s in storages]
         return self._made[key]
@@ -87,8 +89,11 @@ class Slot:
 
     def stretches(self, number: int, bounds: Sequence[int]) -> list[Tensor]:
         """Its bytes from one bound to the next, [n] uint8 each: the same tensors each time."""
-        if (key := ("stretches", number)) not in self._made:
-            self._made[key] = self._counted(lambda: [self.memory[a:b] for a, b in itertools.pairwise(bounds)])
+        return self._once(("stretches", number), lambda: [self.memory[a:b] for a, b in itertools.pairwise(bounds)])
+
+    def _once(self, key: tuple[str, int], make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = self._counted(make)
         return self._made[key]
 
     def _counted(self, make: Callable[[], Any]) -> Any:
@@ -264,3 +269,87 @@ class SlotHooks:
         ring.slots[slot].fill()
         ring.look(ring.slots)
         return ring.slots[slot].address
+
+
+# ---- weights of which each rank has fetched its portion ----
+
+class Delivery:
+    """Each rank gives the portion that it has fetched to the others, from slot to slot.
+
+    The engine asks for that where all ranks of the machine have come to the same window (csrc/core/turn.h), and has the
+    weights fetched whole where they have not. So a collective that one rank begins all begin, and in one order.
+
+    On CUDA it goes in a stream of its own, behind the copy into the slot; compute waits for it. Python is ahead of the
+    device, so it is under way beside the window before. It stands in no line with gradients: its group is its own. But
+    every rank launches its gathers and all-to-alls in one order: before a gather all catch up with the rank that has
+    begun most of these. So whatever a kernel stands behind in a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1: there is
+    one) was launched before it on every rank, and the first of all collectives that are not over waits for local work
+    alone.
+    """
+
+    def __init__(self, model: Runtime) -> None:
+        self._model, self._told = model, False
+        self.shards = False      # ranks fetch their portions alone, in passes that record gradients; else each all
+        # Made by the first that is gathered: the machine's ranks come there together.
+        self._mates: Control | None = None
+        self._beside: torch.cuda.Stream | None = None
+
+    def gather(self, slot: int, number: int, memory: Slot) -> None:
+        """All portions come to be in the slot; kernels that are launched from now on find them there."""
+        rt, compute = self._model, self._model.stream()
+        try:
+            if rt.is_cuda and self._beside is None:
+                self._beside = torch.cuda.Stream(rt.device)
+            stream = compute if self._beside is None else self._beside.cuda_stream
+            with torch.cuda.stream(self._beside) if rt.is_cuda else nullcontext():
+                self._gather(slot, number, memory.stretches(number, rt.core.bounds(number)), stream)
+            rt.core.gathered(number, slot, stream, compute)
+        except BaseException as error:               # what is in the slot is not whole, and others wait for this rank
+            rt.core.fail(f"weights of unit {self._name(number)!r} were not gathered: {error}")
+            raise
+
+    def _gather(self, slot: int, number: int, portions: list[Tensor], stream: int) -> None:
+        core, ranks, exchange = self._model.core, self._model.ranks, self._model.exchange
+        what = f"gathers weights of unit {self._name(number)!r}"
+        core.ready(slot, stream)
+        span = core.span(_LANE, _WORK, self._model.ring.unit_of(number), stream)
+        if not self._model.is_cuda or not ranks.nccl():
+            self._control().complete(portions, what)
+        else:                                        # to each rank goes this one's portion, and each one's comes here
+            me, nothing = ranks.mates.index(ranks.rank), portions[0][:0]
+            if exchange is not None and exchange.began:
+                exchange.catch_up(self._control().most(exchange.begun))
+            out = [nothing if r == me else portions[me] for r in range(len(portions))]
+            into = [nothing if r == me else p for r, p in enumerate(portions)]
+            with ranks.control.named(what):
+                work = ranks.gathers(self._control()).alltoall(into, out)
+                if work is not None:
+                    work.wait()
+        core.span_end(span, sum(p.numel() for p in portions), stream)
+
+    def _control(self) -> Control:
+        if self._mates is None:
+            ranks = self._model.ranks
+            self._mates = Control(ranks.data, ranks.control.patience, self._model.core, ranks.mates)
+        return self._mates
+
+    def look(self) -> None:
+        """Tells once that ranks open other windows, since each then waits for the others in vain."""
+        found = self._model.core.astray() if self.shards and not self._told else None
+        if found is None or found[2] == found[3]:        # one alone had looked at it, and has it whole
+            return
+        self._told, (times, other, own, its) = True, found
+        there = f"rank {other} at unit {self._name(its)!r}" if its >= 0 else f"rank {other} did not come"
+        warnings.warn(f"rank {self._model.ranks.rank} was at unit {self._name(own)!r} and {there}: weights that not "
+                      f"all ranks come to together are fetched whole by each ({times:,} so far). Where ranks go "
+                      "different ways through a model, plan={'delivery': 'whole'} spares them waiting for each other",
+                      RuntimeWarning, stacklevel=2)
+
+    def _name(self, number: int) -> str:
+        return self._model.unit_names[self._model.ring.unit_of(number)]
+
+    def __str__(self) -> str:
+        gathers, astray = self._model.core.stats()["gathers"], self._model.core.astray()
+        alone = f", {astray[0]:,} times not, since ranks were elsewhere" if astray else ""
+        return (f"delivery: each rank fetches its portion and gathers the others' ({gathers:,} times so far{alone})"
+                if self.shards else "delivery: each rank fetches whole weights")

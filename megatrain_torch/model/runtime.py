@@ -33,8 +33,7 @@ from ..store.records import Record
 from ..store.state import LazyParameter, enter, in_backward, leave
 from ..store.whole import Whole
 from .homes import Cap, Homes
-from .ring import Ring
-from .several import Delivery
+from .ring import Delivery, Ring
 
 if TYPE_CHECKING:
     from .planning import Planning
@@ -233,7 +232,7 @@ class Runtime:
     def notice_changes(self) -> None:
         """What the user changed on parameters: values, and requires_grad."""
         params = [r.param for r in self.records]
-        take_back(p for p in params if p is not None)        # of a step that broke off
+        take_back([p for p in params if p is not None])      # of a step that broke off
         for r in self.records:
             r.notice_write()
         # A pass that records nothing need not know what is trained: adapters are switched for it, and back before the
@@ -244,7 +243,7 @@ class Runtime:
     def follow_requires_grad(self, params: list[nn.Parameter | None] | None = None) -> None:
         """There are gradients of the parameters that say so now. params: of the records."""
         with torch._C.DisableTorchFunctionSubclass():
-            trains = [p is not None and p.requires_grad for p in params or [r.param for r in self.records]]
+            trains = [p is not None and p.requires_grad for p in params or [r._param() for r in self.records]]
         for r, on in zip(self.records, trains):
             if on != r.was_trainable:
                 r.was_trainable = on
@@ -333,11 +332,8 @@ class Keeps:
         return self.plan is not None and window in self.plan.own
 
     def mode_of(self, window: Window) -> str:
-        """What is done about a window's activations."""
         mode = window.mode if window.mode != "auto" else self.default
-        if mode == "auto":
-            return "replay" if self._model.is_cuda else "saved"
-        return mode
+        return mode if mode != "auto" else "replay" if self._model.is_cuda else "saved"
 
     def of_own_code(self, window: Window) -> Mode:
         """What a window's own code keeps. That of a layer keeps several times what its template does: where the mode
@@ -351,7 +347,7 @@ class Keeps:
         return mode._replace(keep="replay")
 
     def fused(self) -> dict[str, str]:
-        """What fused windows keep, by name."""
+        """What windows with templates keep."""
         return {w.name: self.mode_of(w) for w in self._model.windows if w.fused is not None}
 
     def look(self) -> None:
@@ -377,8 +373,7 @@ class Keeps:
     def forward_ends(self) -> None:
         """The user is told of layers that run their own code, once, and where they do not keep what a plan says. Of
         those that a plan of ours did not count, the next tells."""
-        planning, again = self._model.planning, [*self._again]
-        self._again.clear()
+        planning, again, self._again = self._model.planning, self._again, []
         if not (again or (self._first and torch.is_grad_enabled())):
             return
         own, self._first = self.own(), False
@@ -398,14 +393,15 @@ class Keeps:
                 raise
             self.look()
             rt, plan, own = self._model, self.plan, self.own()
-            lines = [f"layers that no template runs, but their own code, which keeps more: {own_code(own)}"] * bool(own)
+            told = ""
+            if own:
+                told = f"layers that no template runs, but their own code, which keeps more: {own_code(own)}\n"
             if plan is not None:
                 parts = ", ".join(f"{what} {show_bytes(n)}" for what, n in plan.vram.items() if n)
-                lines.append(f"the plan in force counts {show_bytes(plan.vram_bytes)} of the device: {parts}")
-            used = f"used are {show_bytes(rt.core.device_bytes())} by units at home there"
+                told += f"the plan in force counts {show_bytes(plan.vram_bytes)} of the device: {parts}\n"
+            told += f"used are {show_bytes(rt.core.device_bytes())} by units at home there"
             if rt.is_cuda:
-                used += f", and {show_bytes(torch.cuda.max_memory_allocated(rt.device))} by torch at the most"
-            told = "\n".join([*lines, used])
+                told += f", and {show_bytes(torch.cuda.max_memory_allocated(rt.device))} by torch at the most"
             raise torch.OutOfMemoryError(f"{error}{MORE}{told}") from error
 
     def tell(self, own: dict[str, str], then: str) -> None:

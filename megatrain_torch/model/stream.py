@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
 import threading
+import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,30 +23,34 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .. import _core
 from ..base import patches
 from ..base.codes import coded
 from ..base.errors import MegatrainError, check_dtype
-from ..base.limits import parse_bytes, show_bytes
+from ..base.limits import show_bytes
 from ..base.modes import check_layers
-from ..base.units import find, stored_dtype
+from ..base.units import Group, find, stored_dtype
 from ..base.units import group as grouped
 from ..fused.layer import codable
+from ..graph.exchange import Exchange
 from ..group.between import Between
-from ..group.ranks import Ranks, as_one, ranks_of
+from ..group.ranks import Ranks, as_one, ranks_of, shared, watch_torchrun
 from ..group.waits import calling
 from ..plans.planner import Plan
 from ..plans.room import Room, shortage
 from ..plans.shapes import shaped
-from ..plans.tally import ALONE, Fleet
+from ..plans.tally import ALONE, Fleet, check_homes
 from ..store.bases import expands, with_base
-from ..store.disk import Disk
-from .choices import Limits, check_model, choose, compute_device, fitted
+from .choices import Choices, check_model, choose, compute_device, fitted
 from .filling import Origins, declare, empty, fill
 from .install import install, move_buffers, remove
 from .planning import Planning
 from .registry import runtime_of
 from .runtime import Runtime, find_runtime
-from .several import check, engine, leaves_in_order, same_buffers, watch
+
+REDUCE = ("mean", "sum")
+_LOOK_S = 1.0
+_LAST_STEP_S = 10.0          # in which nothing moves: they do not go on, and this one does not wait
 
 
 @calling("mt.stream")
@@ -98,33 +105,29 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
             model is an ordinary one again with all its values. But these weights have the type that `dtype` gave
             them, and are on the CPU. If a drive fails while weights go there, these weights are lost.
     """
-    stream_of(ranks_of(group), module, device, vram=vram, host=host, nvme=nvme, units=units, masters=masters,
-              reduce=reduce, tokens=tokens, seq=seq, states=states, dtype=dtype, compute=compute, products=products,
-              plan=plan)
+    stream_of(ranks_of(group), module, device, masters, reduce, tokens=tokens, seq=seq, vram=vram, host=host,
+              nvme=nvme, states=states, dtype=dtype, units=units, compute=compute, products=products, plan=plan)
     return module
 
 
-def stream_of(ranks: Ranks | None, module: nn.Module, device: str | torch.device | None, *, vram: int | str | None,
-              host: int | str | None, nvme: str | dict[str, Any] | None, units: list[str | nn.Module] | None,
-              masters: bool, reduce: str, dtype: torch.dtype | None, **asked: Any) -> None:
+def stream_of(ranks: Ranks | None, module: nn.Module, device: str | torch.device | None, masters: bool, reduce: str,
+              **asked: Any) -> None:
     """mt.stream by these processes. asked: of choices.choose."""
     with as_one(ranks):
         where = compute_device(device)
     with contextlib.nullcontext() if ranks is None else ranks.connected(where):
-        _stream(ranks, module, where, vram=vram, host=host, nvme=nvme, units=units, masters=masters, reduce=reduce,
-                dtype=dtype, **asked)
+        _stream(ranks, module, where, masters, reduce, asked)
 
 
-def _stream(ranks: Ranks | None, module: nn.Module, where: torch.device, *, vram: int | str | None,
-            host: int | str | None, nvme: str | dict[str, Any] | None, units: list[str | nn.Module] | None,
-            masters: bool, reduce: str, dtype: torch.dtype | None, **asked: Any) -> None:
+def _stream(ranks: Ranks | None, module: nn.Module, where: torch.device, masters: bool, reduce: str,
+            asked: dict[str, Any]) -> None:
     with as_one(ranks):
+        dtype = asked["dtype"]
         check_dtype(dtype)
         check_model(module, where, dtype, bare=ranks is not None and ranks.rank != ranks.mates[0])
         fleet = ALONE if ranks is None else Fleet(len(ranks.mates), len(set(ranks.machines)))
-        limits = Limits(parse_bytes(vram, "vram"), parse_bytes(host, "host"), Disk.parse(nvme), units, fleet)
-        choices = choose(module, where, limits, dtype=dtype, **asked)
-        found = find(module, units)
+        choices = choose(module, where, fleet, **asked)
+        found = find(module, choices.units)
         names, modes = [name or type(module).__name__ for name, _ in found.windows], choices.activations
         for name in modes if isinstance(modes, dict) else ():
             if name not in names:
@@ -136,11 +139,10 @@ def _stream(ranks: Ranks | None, module: nn.Module, where: torch.device, *, vram
             kinds = {stored_dtype(p, dtype) for m in layers for p in m.parameters() if p.ndim > 1}
             check_layers(type(module).__name__, layers, kinds)
     if ranks is not None:
-        check(ranks, module, groups, choices, limits, reduce)
+        check(ranks, module, groups, choices, reduce)
     with as_one(ranks):
-        wanted = fitted(choices.asked(type(module).__name__, groups, dtype, where, limits.fleet), where, choices,
-                        limits.host)
-    room = Room(wanted, limits.host)             # refuses planes that come later
+        wanted = fitted(choices.asked(type(module).__name__, groups, where), where, choices)
+    room = Room(wanted, choices.host)            # refuses planes that come later
     room.ranks = ranks
     rt = Runtime(module, where, engine(where, choices, ranks), room, choices.compute, ranks, reduce, choices.products)
     if ranks is not None:
@@ -150,7 +152,7 @@ def _stream(ranks: Ranks | None, module: nn.Module, where: torch.device, *, vram
             threading.Thread(target=watch, args=(weakref.ref(rt.exchange), rt.core, ranks), daemon=True).start()
     rt.delivery.shards = choices.options.get("delivery") == "shards"
     if choices.itself:
-        rt.planning = Planning(weakref.proxy(rt), limits, choices.plan)
+        rt.planning = Planning(weakref.proxy(rt), choices)
     origins = None if ranks is None else Origins(ranks, module, groups)
     try:
         with as_one(ranks):
@@ -294,8 +296,8 @@ def from_pretrained(cls: Any, path: str | Path, *, device: str | torch.device | 
     model, *report = found if isinstance(found, tuple) else (found,)
     if adapter is not None:
         model = importlib.import_module("peft").get_peft_model(model, adapter)
-    stream_of(ranks, model, device, vram=vram, host=host, nvme=nvme, units=units, masters=True, reduce=reduce,
-              tokens=tokens, seq=seq, states=states, dtype=dtype, compute=compute, products=products, plan=plan)
+    stream_of(ranks, model, device, True, reduce, tokens=tokens, seq=seq, vram=vram, host=host, nvme=nvme,
+              states=states, dtype=dtype, units=units, compute=compute, products=products, plan=plan)
     return (model, *report) if report else model
 
 
@@ -345,6 +347,131 @@ def loaded(cls: Any, path: str | Path, has_values: bool, **kwargs: Any) -> Any:
             if not any(True for _ in coded(found[0] if isinstance(found, tuple) else found)):     # no codes are there
                 return found
     return cls.from_pretrained(path, **kwargs)
+
+
+# ---- several processes stream one model ----
+
+def check(ranks: Ranks, module: nn.Module, groups: list[Group], choices: Choices, reduce: str) -> None:
+    """Raises on every rank: they do not stream the same model in the same way, or what is asked for is for one."""
+    homes = choices.options.get("homes", "ram")
+    with as_one(ranks):
+        if reduce not in REDUCE:
+            raise MegatrainError(f"reduce={reduce!r}: use {' or '.join(map(repr, REDUCE))}")
+        if ranks.size != choices.fleet.count:
+            raise MegatrainError(f"{ranks}: each machine has to have equally many")
+        check_homes(choices.fleet, [homes] if isinstance(homes, str) else homes.values(),
+                    choices.options.get("grads", "ram"))
+    ranks.agree("reduce=", reduce)
+    ranks.agree("products=", choices.products)
+    ranks.agree("delivery", choices.options.get("delivery"))
+    ranks.agree("where units are at home", sorted(homes.items()) if isinstance(homes, dict) else homes)
+    ranks.agree("the model", [(unit, [(name, str(p.dtype), tuple(p.shape), p.requires_grad) for name, p in params])
+                              for unit, params in groups])
+    ranks.agree("what buffers the model has",
+                [f"{name}: {b.dtype} {list(b.shape)}" for name, b in module.named_buffers()])
+
+
+def engine(where: torch.device, choices: Choices, ranks: Ranks | None) -> _core.Engine:
+    """With nothing in it yet; of several processes on the memory that all of this machine share."""
+    threads, doors = choices.options.get("threads") or max(1, _core.build_info()["cpus"] - 1), choices.doors
+    device, index = where.type, where.index or 0
+    if ranks is None:
+        core = _core.Engine(device, index, threads, doors.delay_us, doors.seed)
+    else:
+        watch_torchrun()
+        nodes = ranks.gather(_node(index) if device == "cuda" else -1)
+        before = os.sched_getaffinity(0)
+        near = processors([nodes[r] for r in ranks.mates], nodes[ranks.rank], before)
+        fd = shared(ranks, _core.share() if ranks.rank == ranks.mates[0] else -1)
+        try:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, near)        # threads that begin now stay on these
+            threads = max(1, threads // len(ranks.mates))
+            core = _core.Engine(device, index, threads, doors.delay_us, doors.seed, share=fd, rank=ranks.rank,
+                                ranks=ranks.size, speakers=ranks.speakers() if ranks.apart else ())
+        finally:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, before)
+            os.close(fd)
+    if doors.lock is not None:
+        core.lock_limit(doors.lock)
+    return core
+
+
+def processors(nodes: list[int], own: int, allowed: set[int], sysfs: Path = Path("/sys")) -> set[int]:
+    """Beside a rank's GPU, for the engine's threads: what they touch first, states of the rank's own portion, lies in
+    the memory there (csrc/core/arena.h). All that are allowed, unless each node of the machine has equally many of its
+    ranks' GPUs: some nodes would have nothing to do else.
+
+    Args:
+        nodes: of the GPUs of this machine's ranks; -1: not known. own: of this one's. allowed: to this process.
+    """
+    found: dict[int, set[int]] = {}
+    for path in sysfs.glob("devices/system/node/node[0-9]*/cpulist"):           # which say "0-3,8"
+        ends = [list(map(int, part.split("-"))) for part in path.read_text().strip().split(",") if part]
+        there = {n for first, *last in ends for n in range(first, [first, *last][-1] + 1)}
+        found[int(path.parent.name[4:])] = there & allowed
+    many = Counter(nodes)
+    even = many.keys() == {node for node, own in found.items() if own} and len(set(many.values())) == 1
+    return found[own] if even else allowed
+
+
+def _node(index: int) -> int:
+    """Of memory, that a GPU is beside; -1: not known."""
+    p = torch.cuda.get_device_properties(index)
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        name = f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"
+        return int(Path(f"/sys/bus/pci/devices/{name}/numa_node").read_text())
+    return -1
+
+
+def same_buffers(ranks: Ranks, module: nn.Module) -> None:
+    """Buffers are the first rank's from now on, as weights are."""
+    own = list(module.buffers())
+    there = ranks.control.of_first([b.is_meta for b in own])
+    for buffer, meta in zip(own, there):
+        if not meta:
+            ranks.control.give(buffer)
+
+
+def leaves_in_order(core: _core.Engine, ranks: Ranks, machines: Between | None) -> None:
+    """The process ends: the others may await its part of the last step, or read what is on its device; but not where it
+    failed, as they will then."""
+    failed, orderly, alone = getattr(sys, "last_value", None) is not None, True, False
+    with contextlib.suppress(Exception):
+        if not failed:
+            core.watchdog(_LAST_STEP_S)      # raises where mt.unstream has closed it, when all was over
+            orderly = False
+            core.drain()
+            core.stay(_LAST_STEP_S)
+            orderly, alone = True, any(died for *_, died in core.gone())         # who ended before it
+    with contextlib.suppress(Exception):
+        if (failed or not orderly) and core.gone():
+            ranks.give_up()
+        core.close()                         # else what this rank says has no end
+    # What this rank said goes first, to those who still hear it. Where that has no end groups are aborted, so that our
+    # threads that look at pieces end: they must not come back to Python later.
+    ended = machines is None or machines.finish(_LAST_STEP_S)
+    ranks.leave(failed or alone or not (orderly and ended))
+    if not ended:
+        machines.finish(_LAST_STEP_S)
+
+
+def watch(exchange: weakref.ref[Exchange], core: _core.Engine, ranks: Ranks) -> None:
+    """In a thread of its own. NCCL's kernels that wait for a process that is gone are ended, and so all ends that waits
+    behind them on the device: this process comes to where it is told."""
+    waits = False
+    while (alive := exchange()) is not None:
+        try:
+            gone = core.gone()
+        except MegatrainError:                   # the engine is closed
+            return
+        before, waits = waits, any(died or alive.began for _, _, died in gone)
+        if before and waits:                     # else this one may be about to leave its last backward
+            ranks.give_up()
+            return
+        del alive
+        time.sleep(_LOOK_S)
 
 
 __all__ = ["find_runtime", "from_config", "from_pretrained", "read_pretrained", "runtime_of", "stream",

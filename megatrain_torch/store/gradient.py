@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from .records import Record
 
 
+SET, ADD = 0, 1                              # modes of Engine.offload
+_task = torch._C._current_graph_task_id
+
+
 class LateGrad(Tensor):
     """[shape], stands in `.grad`; the first operation on it gets the gradient itself."""
 
@@ -59,17 +63,24 @@ def stand(record: Record, grad: Tensor | None) -> None:
         record.param.grad = grad
 
 
-def begin(record: Record) -> bool:
-    """For a hand-over that sets plane GRAD: `.grad` is late from now on, if there is none and the plane nobody's."""
-    param = record.param
+def claim(record: Record) -> tuple[int, int] | None:
+    """For a hand-over: `.grad` is late from now on. SET or ADD into plane GRAD, and whether host memory counts, as
+    Engine.offload takes them. None: somebody has a tensor over the plane, or `.grad` is one of the user's."""
+    param = record._param()
     with torch._C.DisableTorchFunctionSubclass():
-        if param.grad is not None or (record.shown is not None and kept(record)):
-            return False
-        if record.late is None:
-            record.late = LateGrad(record)
-        param.grad = record.late
-    record.written, record.summed, record.seen = False, False, None
-    return True
+        sets = param.grad is None and (record.shown is None or not kept(record))
+        if sets:
+            if record.late is None:
+                record.late = LateGrad(record)
+            param.grad = record.late
+    if sets:
+        record.set_in, record.written, record.summed, record.seen = _task(), False, False, None
+        return SET, 0
+    if not take_back(record):
+        return None
+    reread, record.written = record.written, False
+    record.summed = record.dtype.itemsize == 2
+    return ADD, int(reread)
 
 
 def peek(record: Record) -> Tensor | None:

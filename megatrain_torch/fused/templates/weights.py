@@ -221,7 +221,7 @@ class Expanded(Weights):
 
 
 class Pieces(Weights):
-    """Weights of a window whose stacks of experts are on the device a few at a time (graph/stacks.py has the same for
+    """Weights of a window whose stacks of experts are on the device a few at a time (graph/window.py has the same for
     the modules' own code).
 
     What is left of the unit is asked for again behind each piece: meanwhile its slot may have come to hold another. Of
