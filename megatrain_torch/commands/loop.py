@@ -80,10 +80,10 @@ class Streamed:
         """TRL's, which leaves out records of which no token of an answer stays within --seq."""
         made, settings = super()._prepare_dataset(dataset, *args, **kwargs), self.run.settings
         if not len(made):
-            raise MegatrainError(f"{settings.method}: seq={settings.seq} is too short for all {len(dataset):,} records: "
-                                 "no token of an answer is left of any; give a larger --seq")
+            raise MegatrainError(f"{settings.method}: seq={settings.seq} is too short for all {len(dataset):,} "
+                                 "records: no token of an answer is left of any; give a larger --seq")
         if len(made) < len(dataset):
-            say(f"{settings.method}: {len(dataset) - len(made):,} of {len(dataset):,} records are left out, since --seq "
+            say(f"{settings.method}: {len(dataset) - len(made):,} of {len(dataset):,} records are left out: --seq "
                 f"{settings.seq} has no room for an answer behind their prompts")
         return made
 
