@@ -44,12 +44,14 @@ help:  ## list the verbs
 demo: $(BUILT)  ## train a small Llama on Shakespeare through the streaming engine
 	$(PY) examples/train_shakespeare.py $(ARGS)
 
-# C tests need no Python: they run while packages come. Both kinds at once: they sleep more than they compute.
-test:  ## everything: C tests under ASan and TSan, then pytest
-	$(MAKE) --no-print-directory asan & a=$$!; $(MAKE) --no-print-directory tsan & t=$$!; \
-	$(MAKE) --no-print-directory $(BUILT) $(BASES); built=$$?; \
-	wait $$a; a=$$?; wait $$t && [ $$a -eq 0 ] && exit $$built
-	$(MAKE) --no-print-directory pytest
+# C tests need no Python: they run while packages come, both kinds at once, and beside the first of pytest's: they sleep
+# more than they compute. What they print is told at the end.
+test:  ## everything: C tests under ASan and TSan, and pytest
+	@mkdir -p build
+	$(MAKE) --no-print-directory asan >build/asan.log 2>&1 & a=$$!; \
+	$(MAKE) --no-print-directory tsan >build/tsan.log 2>&1 & t=$$!; \
+	$(MAKE) --no-print-directory $(BUILT) $(BASES) && $(MAKE) --no-print-directory pytest; p=$$?; \
+	wait $$a; a=$$?; wait $$t; t=$$?; cat build/asan.log build/tsan.log; [ $$a -eq 0 ] && [ $$t -eq 0 ] && exit $$p
 
 ctest:  ## the C tests; a C compiler is enough
 	$(MAKE) -C tests/c --no-print-directory -j$(JOBS) -s run

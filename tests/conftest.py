@@ -23,15 +23,17 @@ settings.register_profile("no deadline", deadline=None)      # a busy machine is
 settings.load_profile("no deadline")
 
 
-# Of minutes each, for which the other processes of pytest would wait at the end.
-FIRST = "bases_apart versions cli_methods several peft proof_cases latent overlap correction several_hf lifetimes".split()
+# The longest, in their order: other processes of pytest would wait for them at the end.
+FIRST = """versions bases_apart several parity proof fused deferred moe situations cli_methods preflight planning adamw peft
+           fp8_products overlap several_hf""".split()
 COMPARED = "parity situations integration peft models".split()      # plain against plain says something of these alone
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if parity.IDENTITY:
         items[:] = [item for item in items if item.path.stem.removeprefix("test_") in COMPARED]
-    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in FIRST)
+    order = {f"test_{name}": i for i, name in enumerate(FIRST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 def pytest_collection_finish() -> None:

@@ -27,6 +27,18 @@ def threads_change_no_bit(run: Callable[[], Sequence[Tensor]]) -> None:
         torch.set_num_threads(1)
 
 
+def refused(table: dict[str, tuple[Callable[..., object], str]], *shapes: tuple[int, ...]) -> Callable[..., None]:
+    """A test: each call of the table, given zeros of these shapes, is refused with its words. Of whole numbers: of one
+    dimension."""
+    @pytest.mark.parametrize("name", table)
+    def test(device: str, name: str) -> None:
+        call, says = table[name]
+        given = (torch.zeros(n, device=device, dtype=torch.int64 if len(n) == 1 else None) for n in shapes)
+        with pytest.raises(RuntimeError, match=says):
+            call(*given)
+    return test
+
+
 def shifted(x: Tensor) -> Tensor:
     """At an address that 16 bytes do not divide."""
     return torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape)

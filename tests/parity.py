@@ -427,20 +427,20 @@ def losses_and_grads(model: nn.Module, batches: Iterable[dict[str, Tensor]], opt
 # through the cases meets every pair of values many times over, at the price of two runs per case.
 ROTATION = [
     dict(slots=2, accumulate=1, clip=None, optimizer="adamw", delay_us=0),
-    dict(slots=MANY_SLOTS, accumulate=4, clip=0.5, optimizer="sgd", delay_us=0),
+    dict(slots=MANY_SLOTS, accumulate=2, clip=0.5, optimizer="sgd", delay_us=0),
     dict(slots=3, accumulate=1, clip=0.5, optimizer="adamw", delay_us=200),
-    dict(slots=2, accumulate=4, clip=None, optimizer="sgd", delay_us=0),
+    dict(slots=2, accumulate=2, clip=None, optimizer="sgd", delay_us=0),
     dict(slots=MANY_SLOTS, accumulate=1, clip=None, optimizer="sgd", delay_us=200),
-    dict(slots=2, accumulate=4, clip=0.5, optimizer="adamw", delay_us=200),
+    dict(slots=2, accumulate=2, clip=0.5, optimizer="adamw", delay_us=200),
 ]
 
 
-def options_for(index: int, device: str = "cpu") -> list[Options]:
+def options_for(index: int, device: str = "cpu", steps: int = 3) -> list[Options]:
     """For the index-th case: saved or replay by turns, the rest rotated; with MEGATRAIN_FULL=1 every product."""
     if FULL:
         return [Options(a, s, d, k, c, o, device) for a in ("saved", "replay") for s in (2, 3, MANY_SLOTS)
                 for d in (0, 200) for k in (1, 4) for c in (None, 0.5) for o in ("adamw", "sgd")]
     row = ROTATION[index % len(ROTATION)]
     other = {**row, "slots": 2 if row["slots"] != 2 else 3, "delay_us": 200 - row["delay_us"]}
-    return [Options(activations="replay", device=device, **other) if index % 2 else
-            Options(activations="saved", device=device, **row)]
+    return [Options(activations="replay", device=device, steps=steps, **other) if index % 2 else
+            Options(activations="saved", device=device, steps=steps, **row)]

@@ -85,6 +85,9 @@ def test_step_that_is_not_finite_changes_nothing(make: Callable[..., Pair], home
         feed(model, opt, bad)
         assert opt.skipped_steps == 1
         assert all(torch.equal(v, before[k]) for k, v in states(model, opt).items())
+        rt = mt.model.stream.runtime_of(model)
+        rt.drain()
+        assert not rt.homes.arrivals.pieces, "a stay goes on"
         feed(model, opt, grads_for(model, 10))
     assert_equal(*pairs)
 

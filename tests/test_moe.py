@@ -316,6 +316,44 @@ def test_a_correction_of_the_choice_is_followed_as_it_changes() -> None:
     assert wanted[f"0 {name}"][0].abs().max() > 0 and wanted[f"1 {name}"][3].abs().max() > 0
 
 
+def moved(model: nn.Module, way: str) -> None:
+    """Between forward and backward, as an auxiliary-loss-free balance does after each forward; here so far that every choice would be another."""
+    for name, b in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            values = torch.tensor([5.0, -5.0, 5.0, -5.0])
+            if way == "in place":
+                b.add_(values)
+            else:
+                b.data.add_(values)
+
+
+def grads_moved(model: nn.Module, way: str) -> list[Tensor]:
+    model.train()
+    loss = model(**padded(0)).loss
+    moved(model, way)
+    loss.backward()
+    return [parity.frozen(p.grad) for p in model.parameters()]
+
+
+# By .data is the harder way, since no version counts it.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("compute, keep, way", [
+    pytest.param(compute, keep, way, marks=() if way == "by .data" and (compute, keep) in (
+        ("fused", "saved"), ("fused", "replay+host"), ("eager", "saved")) else parity.LONG)
+    for compute in ("fused", "eager") for keep in ("saved", "attention", "replay", "linked", "replay+host")
+    for way in ("in place", "by .data")])
+def test_the_choice_of_the_forward_counts(compute: str, keep: str, way: str) -> None:
+    if compute == "eager" and keep in ("attention", "linked"):
+        pytest.skip("templates alone keep that")
+    plain = FAMILIES["glm4_moe"]()
+    model = mt.stream(copy.deepcopy(plain), device="cpu", compute=compute, plan={"activations": keep})
+    wanted, found = grads_moved(plain, way), grads_moved(model, way)
+    if compute == "fused":
+        all_fused(codes(model))
+    for (name, _), a, b in zip(plain.named_parameters(), wanted, found):
+        assert torch.equal(a, b) if compute == "eager" else fusing.error(a, b) < fusing.TOLERANCE, name
+
+
 @parity.LONG
 @pytest.mark.parametrize("family, keep", [
     (f, keep) for i, f in enumerate(f for f in FAMILIES if f != "flex_olmo")

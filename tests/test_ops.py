@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import op_cases
 import pytest
 import torch
 import wide
@@ -122,11 +123,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_an_op_cannot_do_it_refuses(name: str) -> None:
-    call, says = REFUSED[name]
-    with pytest.raises(RuntimeError, match=says):
-        call()
+test_what_an_op_cannot_do_it_refuses = op_cases.each_device(op_cases.refused(REFUSED))
 
 
 def test_ops_keep_no_tensor() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import op_cases
 import pytest
 import reference_ops as reference
 import torch
@@ -134,11 +135,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_refused(device: str, name: str) -> None:
-    do, says = REFUSED[name]
-    with pytest.raises(RuntimeError, match=says):
-        do(torch.zeros(4, 3, device=device), torch.zeros(4, dtype=torch.int64, device=device))
+test_what_does_not_fit_is_refused = op_cases.refused(REFUSED, (4, 3), (4,))
 
 
 @pytest.mark.parametrize("bad", [-1, 5])

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import op_cases
 import pytest
 import reference_ops as reference
 import torch
@@ -207,11 +208,7 @@ ON_THE_CPU: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_refused(device: str, name: str) -> None:
-    call, says = REFUSED[name]
-    with pytest.raises(RuntimeError, match=says):
-        call(torch.zeros(4, 12, device=device))
+test_what_does_not_fit_is_refused = op_cases.refused(REFUSED, (4, 12))
 
 
 @pytest.mark.parametrize("name", ON_THE_CPU)

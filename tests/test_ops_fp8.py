@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import op_cases
 import pytest
 import torch
 from op_cases import TYPES, each_device, each_type
@@ -396,8 +397,4 @@ def refusals() -> dict[str, tuple[Callable[[], object], str]]:
     }
 
 
-@pytest.mark.parametrize("name", refusals())
-def test_what_does_not_fit_is_refused_by_name(name: str) -> None:
-    call, says = refusals()[name]
-    with pytest.raises(RuntimeError, match=says):
-        call()
+test_what_does_not_fit_is_refused_by_name = each_device(op_cases.refused(refusals()))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import op_cases
 import pytest
 import reference_ops as reference
 import torch
@@ -233,8 +234,4 @@ REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_refused(device: str, name: str) -> None:
-    call, says = REFUSED[name]
-    with pytest.raises(RuntimeError, match=says):
-        call(torch.zeros(4, 6, device=device), torch.zeros(4, dtype=torch.int64, device=device))
+test_what_does_not_fit_is_refused = op_cases.refused(REFUSED, (4, 6), (4,))

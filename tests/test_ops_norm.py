@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import op_cases
 import pytest
 import reference_ops as reference
 import torch
@@ -302,11 +303,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_a_norm_cannot_do_it_refuses(name: str) -> None:
-    call, says = REFUSED[name]
-    with pytest.raises(RuntimeError, match=says):
-        call()
+test_what_a_norm_cannot_do_it_refuses = each_device(op_cases.refused(REFUSED))
 
 
 def test_dx_over_dy_with_other_strides_is_refused() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import op_cases
 import pytest
 import reference_ops as reference
 import torch
@@ -222,8 +223,4 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_rope_cannot_do_it_refuses(name: str) -> None:
-    call, says = REFUSED[name]
-    with pytest.raises(RuntimeError, match=says):
-        call()
+test_what_rope_cannot_do_it_refuses = each_device(op_cases.refused(REFUSED))

@@ -1,7 +1,5 @@
-"""Kept tensors that wait in a file: the same bits as in host memory, in a few bays of it, and what is said of a file
-that is no good.
-
-The control of each run is the same training with the same amount kept on the device.
+"""Kept tensors that wait in a file: in a few bays of host memory, and what is said of a file that is no good. That bits
+are those of keeping on the device is test_swap.py's.
 """
 from __future__ import annotations
 
@@ -12,41 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import doors
-import edges
 import fusing
 import parity
 import pytest
 import torch
-from edges import Scenario
 from fusing import padded
-from kept import FEW, grads_of, on_device, once, overlap_off, same, tiny, twice
+from kept import grads_of, once, tiny, twice
 from test_fused import FAMILIES
 from torch import nn
 
 import megatrain_torch as mt
 from megatrain_torch.base.errors import MegatrainError
-from megatrain_torch.base.modes import DISK, read
+from megatrain_torch.base.modes import read
 from megatrain_torch.model.stream import runtime_of
 
 FULL = 1 << 22                       # MT_EDGE_FULL of csrc/core/context.h
 WAYS = [("selective+disk", "fused"), ("saved+disk", "eager"), ("replay+disk", "eager")]
 DEEP = FAMILIES["qwen3"]               # of one layer more than there are bays
-
-
-# ---------------------------------------------------------------- bits
-
-@pytest.mark.parametrize("mode", DISK)
-def test_fused_layers_compute_the_same_bits(mode: str, tmp_path: Path) -> None:
-    found = fusing.fused(FAMILIES["qwen3"], padded, mode, {"delay_us": 50, "nvme": str(tmp_path), **FEW})
-    assert same(on_device("qwen3", read(mode).keep), found)
-    assert not os.listdir(tmp_path), "the file goes with the streamed model"
-
-
-@pytest.mark.parametrize("keep, wander", [("saved", True), ("replay", False), ("replay", True)])
-def test_own_code_computes_the_same_bits_in_any_order(keep: str, wander: bool, tmp_path: Path) -> None:
-    right = overlap_off(Scenario(keep, wander=wander, accumulate=2, steps=2))
-    run = edges.train(Scenario(f"{keep}+disk", wander=wander, accumulate=2, steps=2), delay_us=200, nvme=str(tmp_path), **FEW)
-    assert edges.difference(right, run) is None
 
 
 def test_a_wait_left_out_is_noticed(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 import megatrain_torch as mt
 from megatrain_torch.base.errors import MegatrainError
-from megatrain_torch.base.modes import HOST, MODES, read
+from megatrain_torch.base.modes import DISK, HOST, MODES, read
 from megatrain_torch.model.stream import runtime_of
 
 LEFT = 1 << 17                       # MT_EDGE_LEFT of csrc/core/context.h
@@ -48,11 +48,14 @@ FUSED = [("qwen3", mode) for mode in HOST] + [("gemma3", "saved+host")]      # n
 
 # ---------------------------------------------------------------- fused layers
 
-# Every second one; all with MEGATRAIN_FULL.
+# Every second one, and each on disk; all with MEGATRAIN_FULL.
 @pytest.mark.parametrize("family, mode", [
-    pytest.param(*one, marks=parity.LONG if i % 2 else ()) for i, one in enumerate(FUSED)])
-def test_fused_layers_compute_the_same_bits(family: str, mode: str) -> None:
-    assert same(on_device(family, read(mode).keep), fusing.fused(FAMILIES[family], padded, mode, {"delay_us": 100}))
+    *(pytest.param(*one, marks=parity.LONG if i % 2 else ()) for i, one in enumerate(FUSED)), *(("qwen3", m) for m in DISK)])
+def test_fused_layers_compute_the_same_bits(family: str, mode: str, tmp_path: Path) -> None:
+    disk = {"nvme": str(tmp_path), **kept.FEW} if mode in DISK else {}
+    found = fusing.fused(FAMILIES[family], padded, mode, {"delay_us": 50 if disk else 100, **disk})
+    assert same(on_device(family, read(mode).keep), found)
+    assert not os.listdir(tmp_path), "the file goes with the streamed model"
 
 
 def test_a_mixture_of_experts_does_too() -> None:
@@ -80,10 +83,11 @@ def test_a_wait_left_out_is_noticed() -> None:
 # ---------------------------------------------------------------- the model's own code
 
 @pytest.mark.parametrize("wander", [False, True])
-@pytest.mark.parametrize("keep", ["saved", "replay"])
-def test_own_code_computes_the_same_bits_in_any_order(keep: str, wander: bool) -> None:
-    right = overlap_off(Scenario(keep, wander=wander, accumulate=2, steps=2))
-    run = edges.train(Scenario(f"{keep}+host", wander=wander, accumulate=2, steps=2), delay_us=200)
+@pytest.mark.parametrize("mode", ["saved+host", "replay+host", "saved+disk", "replay+disk"])
+def test_own_code_computes_the_same_bits_in_any_order(mode: str, wander: bool, tmp_path: Path) -> None:
+    right = overlap_off(Scenario(read(mode).keep, wander=wander, accumulate=2, steps=2))
+    disk = {"nvme": str(tmp_path), **kept.FEW} if mode in DISK else {}
+    run = edges.train(Scenario(mode, wander=wander, accumulate=2, steps=2), delay_us=200, **disk)
     assert edges.difference(right, run) is None
 
 

@@ -705,47 +705,26 @@ TEST(units_that_move_have_the_bits_of_units_that_stay)
                                      .max_us = seed % 6 == 5 ? 30 : 0 }));
 }
 
-TEST(delays_change_no_bits)
+/* Of settled units, of those that go through, and of guests; the user reads and writes between. */
+TEST(delays_and_a_user_change_no_bits)
 {
-    for (uint64_t seed = 0; seed < 8; seed++)
-        CHECK(equals_host(&(config){ .seed = seed, .micros = seed % 2 ? 1 : 3, .max_us = 40,
-                                     .max_norm = seed % 3 ? 0.5 : 0, .in_place = seed % 4 == 0,
-                                     .settled = seed % 3 ? ALL : 6, .take = 1 }));
-}
+    static const unsigned settled[3][2] = { { 9, ALL }, { 4, 0 }, { 13, ALL } };
 
-TEST(whatever_the_user_reads_and_writes)
-{
-    for (uint64_t seed = 0; seed < 16; seed += UNDER_TSAN ? 5 : 1)
-        CHECK(equals_host(&(config){ .seed = seed, .micros = 1 + (int)(seed % 3),
-                                     .max_us = seed % 2 ? 30 : 0, .meddle = 1,
-                                     .max_norm = seed % 3 ? 0.5 : 0, .settled = seed % 4 ? ALL : 9,
-                                     .take = seed % 8 != 0 }));
+    for (int kind = 0; kind < 3; kind++)
+        for (unsigned seed = 0; seed < 16; seed += UNDER_TSAN ? 5 : 1)
+            CHECK(equals_host(&(config){
+                .seed = seed, .micros = 1 + (int)(seed % 3), .max_us = seed % 2 ? 30 : 0,
+                .meddle = seed % 5 != 1, .max_norm = seed % 3 ? 0.5 : 0, .take = seed % 8 != 0,
+                .settled = settled[kind][seed % 4 != 0], .in_place = kind == 0 && seed % 4 == 0,
+                .guests = kind < 2 ? 0 : seed % 4 ? ALL : 9,
+                .through = kind == 0 ? 0 : kind == 2 ? 2 : seed % 3 ? ALL : 11,
+                .debug = { .sync = kind > 0 && seed % 5 == 4 } }));
 }
 
 TEST(overlap_off_changes_no_bits)
 {
     CHECK(equals_host(&(config){ .seed = 3, .micros = 2, .max_us = 20, .meddle = 1, .max_norm = 0.5,
                                  .settled = ALL, .debug = { .sync = 1 } }));
-}
-
-TEST(going_through_with_delays_and_a_user_changes_no_bits)
-{
-    for (uint64_t seed = 0; seed < 16; seed += UNDER_TSAN ? 5 : 1)
-        CHECK(equals_host(&(config){ .seed = seed, .micros = 1 + (int)(seed % 3),
-                                     .max_us = seed % 2 ? 30 : 0, .meddle = 1,
-                                     .max_norm = seed % 3 ? 0.5 : 0, .settled = seed % 4 ? 0 : 4,
-                                     .through = seed % 3 ? ALL : 11,
-                                     .debug = { .sync = seed % 5 == 4 } }));
-}
-
-TEST(guests_with_delays_and_a_user_change_no_bits)
-{
-    for (uint64_t seed = 0; seed < 16; seed += UNDER_TSAN ? 5 : 1)
-        CHECK(equals_host(&(config){ .seed = seed, .micros = 1 + (int)(seed % 3),
-                                     .max_us = seed % 2 ? 30 : 0, .meddle = 1,
-                                     .max_norm = seed % 3 ? 0.5 : 0, .settled = seed % 4 ? ALL : 13,
-                                     .guests = seed % 4 ? ALL : 9, .through = 2,
-                                     .take = seed % 8 != 0, .debug = { .sync = seed % 5 == 4 } }));
 }
 
 static config passing(uint64_t seed, unsigned skip)
