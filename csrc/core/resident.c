@@ -209,7 +209,8 @@ static mt_status reach(mt_resident *r, mt__settled *h, const mt_mem_name *names)
         if (rank != mt_share_rank(r->cx->share) && mt_share_speaker(r->cx->share, rank) == rank)
             MT_TRY(r->dev->ops->mem_reach(r->dev, &names[rank], &h->slots[rank]));
     }
-    for (int rank = 0; rank < ranks; rank++)             /* another machine's are in its speaker's */
+    /* Another machine's are in its speaker's. */
+    for (int rank = 0; rank < ranks; rank++)
         h->slots[rank] = h->slots[mt_share_speaker(r->cx->share, rank)];
     return MT_OK;
 fail:
