@@ -252,8 +252,16 @@ mt_status mt__ferry_land(mt_resident *r, int unit, size_t from, size_t to)
     mt_queue    *q = r->ferry.landing;
     mt_span      span;
     size_t       n;
+    int          is_new;
+    mt_status    st;
 
     MT_DO(mt__settled_find(r, unit, &h));
+    mt_lock(&r->mu);
+    is_new = h->writes == mt_ledger_writes(r->store, unit);  /* else the update was skipped */
+    st = is_new ? r->dev->ops->wait(q, h->done) : MT_OK;     /* a fetch of what was written */
+    mt_unlock(&r->mu);
+    if (st != MT_OK || !is_new)
+        return st;
     mt_timeline_begin(r->cx->timeline, &span, MT_LANE_THROUGH, MT_WORK_OFFLOAD, unit, q);
     for (size_t at = from; at < to; at += n) {
         n = to - at < CHUNK ? to - at : CHUNK;
@@ -267,9 +275,15 @@ mt_status mt__ferry_land(mt_resident *r, int unit, size_t from, size_t to)
 
 mt_status mt__ferry_back(mt_resident *r, const mt__settled *h, mt_queue *q)
 {
+    int    me = mt_share_rank(r->cx->share);
     size_t from, to;
 
-    MT_DO(portion_of(r, h->unit, mt_share_rank(r->cx->share), &from, &to));
-    r->stats.h2d_bytes += to - from;
-    return copy(r, h, q, 1, from, to);
+    for (int rank = 0; rank < mt_share_ranks(r->cx->share); rank++) {
+        if (rank != me && (h->slots == NULL || mt_share_speaker(r->cx->share, rank) != me))
+            continue;
+        MT_DO(portion_of(r, h->unit, rank, &from, &to));
+        MT_DO(copy(r, h, q, 1, from, to));
+        r->stats.h2d_bytes += to - from;
+    }
+    return MT_OK;
 }

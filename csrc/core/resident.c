@@ -375,7 +375,7 @@ static mt_status put_update(mt_resident *r, mt__settled *h, const mt_update_job 
     /* ASKED: the weights are overwritten in place. */
     MT_DO(mt_edge(r->cx, MT_EDGE_ASKED, r->queue, u->asked));
     /* What the update reads of the weights is in the slot: all that the host has ahead; in a share
-     * what was written there of its own portion. */
+     * what was written there of its own portion, and what no other slot here would give it. */
     if (r->ferry.open ? h->writes != writes : is_ahead(r, u->unit)) {
         MT_DO(r->ferry.open ? mt__ferry_back(r, h, q) : put_fetch(r, h, NULL, &q));
         h->writes = writes;
@@ -508,14 +508,16 @@ static mt_status home_at(void *arg, int unit, int param, mt_plane p, void **out)
     return mt_resident_at(arg, unit, param, p, out);
 }
 
-static void *home_slot(void *arg, int unit)
+static void *home_slot(void *arg, int unit, int own)
 {
     mt_resident *r = arg;
     mt__settled *h;
 
     if (mt__settled_find(r, unit, &h) != MT_OK)
         return NULL;
-    return MT_LOCKED(&r->mu, h->slots != NULL ? h->mem : NULL);
+    MT_HOLD(&r->mu);
+    return h->slots != NULL && (!own || h->writes == mt_ledger_writes(r->store, unit)) ? h->mem
+                                                                                       : NULL;
 }
 
 static mt_status home_lower(void *arg, int unit, size_t from, size_t to)
