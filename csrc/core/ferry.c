@@ -145,11 +145,21 @@ fail:
     return st;
 }
 
-void mt__ferry_close(mt_resident *r)
+void mt__ferry_stop(mt_resident *r)
 {
     struct mt__ferry *f = &r->ferry;
 
     atomic_store(&f->stopped, 1);            /* updates end; what was not raised is left */
+    mt_worker_stop(&f->steps, 0);
+    mt_worker_stop(&f->ends, 0);
+    mt_worker_stop(&f->raises, 0);
+}
+
+void mt__ferry_close(mt_resident *r)
+{
+    struct mt__ferry *f = &r->ferry;
+
+    mt__ferry_stop(r);
     mt_worker_close(&f->steps);
     mt_worker_close(&f->ends);
     mt_worker_close(&f->raises);

@@ -69,6 +69,7 @@ void mt_resident_close(mt_resident *r)
         return;
     if (r->cx->residents == r)
         r->cx->residents = NULL;
+    mt__ferry_stop(r);                   /* first: a raise waits for what the relay hears */
     mt_store_serve_end(r->store);
     mt__ferry_close(r);
     r->dev->ops->queue_close(r->queue);

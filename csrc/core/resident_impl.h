@@ -106,13 +106,14 @@ mt_status mt__arrive_push   (mt_resident *r, int unit, int param, unsigned plane
 mt_status mt__arrive_drain  (mt_resident *r);
 void      mt__arrive_close  (const mt_resident *r, mt__settled *h);      /* it is no guest now */
 
-/* ferry.c. Without mu: open, where it is not; close; reach, as mt_resident_reach, of what is left
+/* ferry.c. Without mu: open, where it is not; stop, all that was begun has ended; close; reach, as mt_resident_reach, of what is left
  * where names is NULL; idle, until the unit's last update has ended. lower: the ferry ends the
  * update, behind `done`. raise: the others' portions, in up. back: the own one from the share into
  * the slot, in q, and those that came from other machines, of which only what is updated comes
  * again. Without mu: land, bytes of other machines' weights from the slot to the share, unless that
  * has newer ones. */
 mt_status mt__ferry_open (mt_resident *r);
+void      mt__ferry_stop (mt_resident *r);
 void      mt__ferry_close(mt_resident *r);
 mt_status mt__ferry_reach(mt_resident *r, mt__settled *h, const mt_mem_name *names);
 mt_status mt__ferry_idle (mt_resident *r, const mt__settled *h);

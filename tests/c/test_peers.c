@@ -10,7 +10,7 @@
 #include "../../csrc/core/portion.h"
 #include "../../csrc/core/relay.h"
 #include "../../csrc/core/store_impl.h"
-#include "../../csrc/core/resident.h"
+#include "../../csrc/core/resident_impl.h"
 #include "../../csrc/core/through.h"
 #include "../../csrc/ops/sumsq.h"
 #include "../../csrc/optim/adam.h"
@@ -1337,6 +1337,37 @@ TEST(weights_that_come_when_the_engine_is_closed_are_not_told_of)
     note.param = 0;                      /* they came to host memory */
     CHECK_OK(mt_relay_come(r->cx.store, 1, &note));
     CHECK_EQ(said_of(r, MT_COUNT_STEPPED, 1), 1);
+}
+
+static void *hear_late(void *arg)
+{
+    const runner *r = arg;
+    mt_parcel     note = { .kind = MT_PARCEL_NOTE, .what = MT_COUNT_STEPPED, .n = 1, .param = 1 };
+
+    sleep_ms(50);
+    CHECK_OK(mt_relay_come(r->cx.store, 1, &note));
+    return NULL;
+}
+
+/* The raise of other ranks' weights that has begun waits for them. */
+TEST(who_closes_hears_what_it_waits_for)
+{
+    CREW(c, PLAN(.ranks = 2, .mates = 1, .settled = 1), NULL);
+    runner *r = c.r;
+    if (UNDER_TSAN)
+        SKIP("nothing comes into slots");
+    reach_all(c.r, &c.p);
+    mt_ledger_update_begin(r->cx.store, 0);
+    mt_ledger_update_end(r->cx.store, 0);
+    MT_WITH(&r->res->mu) mt_worker_submit(&r->res->ferry.raises, &r->res->units[0]->rise);
+    sleep_ms(20);
+    mt_ledger_watchdog(r->cx.store, 5);
+    pthread_t thread = thread_start(hear_late, r);
+    mt_resident_close(r->res);
+    r->res = NULL;
+    thread_join(thread);
+    CHECK_EQ(said_of(r, MT_COUNT_STEPPED, 1), 1);
+    CHECK_OK(mt_ledger_check(r->cx.store));
 }
 
 /* It will make no update: who sends is heard to the end. */
