@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -366,16 +366,32 @@ class Carries:
 
 
 def test_memory_that_the_device_cannot_reach_goes_through_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CUDA with memory that is not locked: the buffer holds one piece at a time, on both sides."""
+    """As on CUDA with memory that is not locked: the buffer holds one piece at a time, on both sides. Copies are in a
+    stream of their own: in compute's they might stand behind what waits for the other process."""
     monkeypatch.setattr(between, "PIECE", 4)
+    copy, inside, beside = torch.Tensor.copy_, [], []
+
+    @contextmanager
+    def entered() -> Iterator[None]:
+        inside.append(1)
+        yield
+        inside.pop()
+
+    def copied(to: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+        if len(to) < 10:
+            beside.append(bool(inside))
+        return copy(to, of)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copied)
     ends, group = [between.Pieces(torch.device("cpu")) for _ in range(2)], Carries([])
     for pieces in ends:
-        pieces._stream, pieces._entered, pieces._buffer = object(), nullcontext, torch.zeros(4, dtype=torch.uint8)
+        pieces._stream, pieces._entered, pieces._buffer = object(), entered, torch.zeros(4, dtype=torch.uint8)
     given, found = torch.arange(10, dtype=torch.uint8), torch.zeros(10, dtype=torch.uint8)
     assert not ends[0].is_direct(given)
     ends[0].send(given, [group])
     ends[1].receive(found, group)
     assert torch.equal(found, given)
+    assert all(beside) and len(beside) == 9
     assert group.log == [f"{way} {n}" for way in ("send", "recv") for n in (4, 4, 2)]
     assert not any(pieces._busy for pieces in ends)
 

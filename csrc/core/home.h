@@ -109,10 +109,10 @@ struct mt_home {
      * run: what computes on the weights. NULL: mt_mirror_evict does that. */
     mt_status (*take) (void *of, int unit, mt_queue *run);
     /* Between machines. slot: where the unit's weights are on the device, those of other machines'
-     * ranks too, which are sent from there to there; NULL: they go by way of host memory. lower:
-     * bytes [from, to) of them, which came there, are in host memory when it returns. NULL: so is
-     * all. */
-    void     *(*slot) (void *of, int unit);
+     * ranks too, which are sent from there to there; NULL: they go by way of host memory. own: NULL
+     * too where host memory has newer ones of this rank's, written from outside. lower: bytes
+     * [from, to) of them, which came there, are in host memory when it returns. NULL: so is all. */
+    void     *(*slot) (void *of, int unit, int own);
     mt_status (*lower)(void *of, int unit, size_t from, size_t to);
 
     /* Gradients. at: the address of a plane of theirs; NULL: they are in host memory. come: what

@@ -16,6 +16,8 @@ struct mt_relay {
     item     *items;                     /* [n] that come before the note */
     int64_t   n, room, next;
     int       busy;                      /* the note has not gone yet */
+    unsigned char *in_slots;             /* [n_units] its weights of the last STEPPED went so */
+    int64_t   n_units;
 };
 
 mt_status mt_relay_open(mt_store *s, mt_relay **out)
@@ -35,16 +37,25 @@ void mt_relay_close(mt_relay *r)
     if (r == NULL)
         return;
     free(r->items);
+    free(r->in_slots);
     free(r);
 }
 
-/* Under serving: the unit stays where it is. NULL: its weights go by way of host memory. */
-static void *slot_of(mt_store *s, int unit)
+/* Under serving: the unit stays where it is. NULL: its weights go by way of host memory. own: of
+ * this rank. */
+static void *slot_of(mt_store *s, int unit, int own)
 {
     void          *of;
     const mt_home *h = atomic_load(&s->serves.stop) ? NULL : mt__home_kept(s, unit, &of);
 
-    return h != NULL && h->slot != NULL ? h->slot(of, unit) : NULL;
+    return h != NULL && h->slot != NULL ? h->slot(of, unit, own) : NULL;
+}
+
+/* Its param says whether they went into the slot. */
+static int is_of_weights(const mt_parcel *p)
+{
+    return p->kind == MT_PARCEL_NOTE && p->unit >= 0 &&
+           (p->what == MT_COUNT_STEPPED || p->what == MT_COUNT_UPDATED);
 }
 
 /* ---- what goes ---------------------------------------------------------------------------- */
@@ -67,7 +78,9 @@ static mt_status add_updated(mt_relay *r, int unit, uint64_t count)
     size_t          end = mt_shape_byte(&u->shape, u->own.end);
     void           *hi, *slot;
 
-    MT_WITH(&r->s->serving) slot = slot_of(r->s, unit);
+    MT_DO(MT_GROW(r->in_slots, r->n_units, mt_store_units(r->s), "relay"));
+    MT_WITH(&r->s->serving) slot = slot_of(r->s, unit, 1);
+    r->in_slots[unit] = slot != NULL;
     MT_DO(mt_store_hi(r->s, unit, &hi));
     for (int i = 0, first = 0; i <= u->shape.n; i++) {
         size_t from, to;
@@ -147,6 +160,8 @@ mt_status mt_relay_next(mt_relay *r, int ms, mt_parcel *out, void **mem, int *to
     }
     *out = (mt_parcel){ .kind = MT_PARCEL_NOTE, .unit = r->note.unit, .what = r->note.count,
                         .n = r->note.n, .about = r->note.about };
+    if (is_of_weights(out))
+        out->param = note->unit < r->n_units && r->in_slots[note->unit];
     if (r->note.count == MT_COUNT_FAILED) {
         *mem = mt_share_why(h, mt_share_rank(h), &cap);
         out->bytes = cap;
@@ -193,8 +208,10 @@ mt_status mt_relay_place(mt_store *s, int rank, const mt_parcel *p, void **mem)
         MT_DO(mt_store_hi(s, p->unit, &base));
         bytes = u->shape.bytes;
     } else if (p->kind == MT_PARCEL_SLOT) {
-        MT_WITH(&s->serving) base = slot_of(s, p->unit);
-        bytes = base != NULL ? u->shape.bytes : 0;
+        MT_WITH(&s->serving) base = slot_of(s, p->unit, 0);
+        if (base == NULL)                    /* the engine is closed, and yet who sent waits */
+            MT_DO(mt_store_hi(s, p->unit, &base));
+        bytes = u->shape.bytes;
     } else if (p->kind == MT_PARCEL_PLANE && p->what >= 0 && p->what < MT_PLANE_COUNT) {
         MT_DO(mt_store_at(s, p->unit, p->param, (mt_plane)p->what, &base));
         bytes = mt_store_plane_bytes(s, p->unit, p->param, (mt_plane)p->what,
@@ -212,21 +229,24 @@ mt_status mt_relay_ready(mt_store *s, int rank, const mt_parcel *p, int *is)
 
     if (!is_spoken_for(s, rank) || (p->kind == MT_PARCEL_SLOT && (u == NULL || !u->shared)))
         return refuse(rank, p);
-    *is = p->kind != MT_PARCEL_SLOT ||
+    *is = p->kind != MT_PARCEL_SLOT || atomic_load(&s->ledger.fault) != MT_OK ||
           mt_board_said(&u->board, MT_COUNT_STEPPED, mt_share_rank(s->share)) >= p->n;
-    return mt_ledger_check(s);
+    return MT_OK;
 }
 
-/* Host memory gets what came into the slot. */
-static mt_status lower(mt_store *s, int unit, int rank)
+/* Weights came into the slot: there they are, and, of an update that ended, in host memory. *are =
+ * 0: the engine was closed before. */
+static mt_status land(mt_store *s, int rank, const mt_parcel *p, int *are)
 {
+    int             unit = p->unit;
     const mt__unit *u = mt__unit_at(s, unit);
     const mt_home  *h;
     mt_portion      part;
     void           *of;
 
     MT_HOLD(&s->serving);
-    if (slot_of(s, unit) == NULL)
+    *are = slot_of(s, unit, 0) != NULL;
+    if (!*are || p->what != MT_COUNT_UPDATED)
         return MT_OK;
     h = mt__home_kept(s, unit, &of);
     MT_DO(mt_portion_of(s, unit, rank, mt_share_ranks(s->share), &part));
@@ -239,12 +259,15 @@ mt_status mt_relay_come(mt_store *s, int rank, const mt_parcel *p)
     const mt__unit *u = mt__unit_at(s, p->unit);
     const mt_board *b = p->unit < 0 ? mt_share_board(s->share) : u != NULL ? &u->board : NULL;
     mt_note         note = { .unit = p->unit, .count = p->what, .n = p->n, .about = p->about };
+    int             are = 1;
 
     if (!is_spoken_for(s, rank))
         return refuse(rank, p);
     if (p->kind != MT_PARCEL_NOTE)
         return MT_OK;
-    if (b != NULL && p->unit >= 0 && p->what == MT_COUNT_UPDATED)
-        MT_DO(lower(s, p->unit, rank));
+    if (b != NULL && is_of_weights(p) && p->param)
+        MT_DO(land(s, rank, p, &are));
+    if (!are)                            /* who waits for it finds that this rank has left */
+        return MT_OK;
     return b != NULL && mt_board_hear(b, rank, note) ? MT_OK : refuse(rank, p);
 }

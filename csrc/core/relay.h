@@ -53,7 +53,8 @@ enum { MT_PARCEL_MAP(MT_PARCEL_ENUM) MT_PARCELS };
 
 /* As it travels, between machines of one order of bytes. */
 typedef struct mt_parcel {
-    int32_t  kind, unit, param, what;    /* what: of a note its counter, see mt_note */
+    int32_t  kind, unit, param, what;    /* what: of a note its counter, see mt_note. param: of one
+                                          * of an update, whether its weights went into the slot */
     uint64_t n, about;                   /* of a note; n: of the one that it comes before too */
     uint64_t at, bytes;  /* the first byte, of the plane, the parameter's or the board's */
 } mt_parcel;
@@ -68,7 +69,7 @@ mt_status mt_relay_next (mt_relay *r, int ms, mt_parcel *out, void **mem, int *t
 
 /* MT_EINVAL: a parcel that cannot be the rank's. *mem is not set where it has no bytes. */
 mt_status mt_relay_place(mt_store *s, int rank, const mt_parcel *p, void **mem);
-/* *is = 0: its bytes may not be written yet. */
+/* *is = 0: its bytes may not be written yet. After a fault they may: nobody reads them. */
 mt_status mt_relay_ready(mt_store *s, int rank, const mt_parcel *p, int *is);
 /* Of an update that ended: waits until host memory has what came into the slot. */
 mt_status mt_relay_come (mt_store *s, int rank, const mt_parcel *p);

@@ -148,11 +148,22 @@ fail:
 
 static mt_status raise_unit(void *arg, mt_job *node);
 
-static void ferry_close(mt_resident *r)
+/* All that was begun has ended. */
+static void ferry_stop(mt_resident *r)
 {
     struct mt__ferry *f = &r->ferry;
 
     atomic_store(&f->stopped, 1);            /* updates end; what was not raised is left */
+    mt_worker_stop(&f->steps, 0);
+    mt_worker_stop(&f->ends, 0);
+    mt_worker_stop(&f->raises, 0);
+}
+
+static void ferry_close(mt_resident *r)
+{
+    struct mt__ferry *f = &r->ferry;
+
+    ferry_stop(r);
     mt_worker_close(&f->steps);
     mt_worker_close(&f->ends);
     mt_worker_close(&f->raises);
@@ -274,6 +285,7 @@ void mt_resident_close(mt_resident *r)
         return;
     if (r->cx->residents == r)
         r->cx->residents = NULL;
+    ferry_stop(r);                       /* first: a raise waits for what the relay hears */
     mt_store_serve_end(r->store);
     ferry_close(r);
     r->dev->ops->queue_close(r->queue);
@@ -422,14 +434,21 @@ static mt_status put_raise(mt_resident *r, mt__settled *h)
     return mt__record(r, h, q, h->raised, &h->raising, "weights up", UP);
 }
 
-/* Under mu. The own portion from the share into the slot, in q. */
+/* Under mu. The own portion from the share into the slot, in q, and those that came from other
+ * machines, of which only what is updated comes again. */
 static mt_status put_back(mt_resident *r, const mt__settled *h, mt_queue *q)
 {
+    int    me = mt_share_rank(r->cx->share);
     size_t from, to;
 
-    MT_DO(portion_of(r, h->unit, mt_share_rank(r->cx->share), &from, &to));
-    r->stats.h2d_bytes += to - from;
-    return copy_share(r, h, q, 1, from, to);
+    for (int rank = 0; rank < mt_share_ranks(r->cx->share); rank++) {
+        if (rank != me && (h->slots == NULL || mt_share_speaker(r->cx->share, rank) != me))
+            continue;
+        MT_DO(portion_of(r, h->unit, rank, &from, &to));
+        MT_DO(copy_share(r, h, q, 1, from, to));
+        r->stats.h2d_bytes += to - from;
+    }
+    return MT_OK;
 }
 
 /* Under mu. Nothing to do when somebody was here before. In a share all of it is copied where it
@@ -609,7 +628,7 @@ static mt_status put_update(mt_resident *r, mt__settled *h, const mt_update_job 
     /* ASKED: the weights are overwritten in place. */
     MT_DO(mt_edge(r->cx, MT_EDGE_ASKED, r->queue, u->asked));
     /* What the update reads of the weights is in the slot: all that the host has ahead; in a share
-     * what was written there of its own portion. */
+     * what was written there of its own portion, and what no other slot here would give it. */
     if (r->ferry.open ? h->writes != writes : is_ahead(r, u->unit)) {
         MT_DO(r->ferry.open ? put_back(r, h, q) : put_fetch(r, h, NULL, &q));
         h->writes = writes;
@@ -745,14 +764,16 @@ static mt_status home_at(void *arg, int unit, int param, mt_plane p, void **out)
     return mt_resident_at(arg, unit, param, p, out);
 }
 
-static void *home_slot(void *arg, int unit)
+static void *home_slot(void *arg, int unit, int own)
 {
     mt_resident *r = arg;
     mt__settled *h;
 
     if (mt__settled_find(r, unit, &h) != MT_OK)
         return NULL;
-    return MT_LOCKED(&r->mu, h->slots != NULL ? h->mem : NULL);
+    MT_HOLD(&r->mu);
+    return h->slots != NULL && (!own || h->writes == mt_ledger_writes(r->store, unit)) ? h->mem
+                                                                                       : NULL;
 }
 
 static mt_status home_lower(void *arg, int unit, size_t from, size_t to)
@@ -762,8 +783,16 @@ static mt_status home_lower(void *arg, int unit, size_t from, size_t to)
     mt_queue    *q = r->ferry.landing;
     mt_span      span;
     size_t       n;
+    int          is_new;
+    mt_status    st;
 
     MT_DO(mt__settled_find(r, unit, &h));
+    mt_lock(&r->mu);
+    is_new = h->writes == mt_ledger_writes(r->store, unit);  /* else the update was skipped */
+    st = is_new ? r->dev->ops->wait(q, h->done) : MT_OK;     /* a fetch of what was written */
+    mt_unlock(&r->mu);
+    if (st != MT_OK || !is_new)
+        return st;
     mt_timeline_begin(r->cx->timeline, &span, MT_LANE_THROUGH, MT_WORK_OFFLOAD, unit, q);
     for (size_t at = from; at < to; at += n) {
         n = to - at < CHUNK ? to - at : CHUNK;

@@ -237,10 +237,10 @@ class Pieces:
         direct = self.is_direct(host)
         for piece in host.split(PIECE):
             part = self._part(piece, direct)
-            if not direct:
-                part.copy_(piece)
             works = self._asks()
             with self._entered():
+                if not direct:
+                    part.copy_(piece)        # not in compute's stream, which may wait for another process
                 for group in groups:
                     works.append(group.send([part], 1, 0))
             if not direct:
@@ -257,7 +257,8 @@ class Pieces:
                 works.append(group.recv([part], 0, 0))
             if not direct:
                 self.land()
-                piece.copy_(part)
+                with self._entered():
+                    piece.copy_(part)
 
     def behind(self, act: Callable[[], None]) -> None:
         """act is called when all that was put before is over."""

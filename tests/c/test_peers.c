@@ -10,7 +10,7 @@
 #include "../../csrc/core/portion.h"
 #include "../../csrc/core/relay.h"
 #include "../../csrc/core/store_impl.h"
-#include "../../csrc/core/resident.h"
+#include "../../csrc/core/resident_impl.h"
 #include "../../csrc/core/through.h"
 #include "../../csrc/ops/sumsq.h"
 #include "../../csrc/optim/adam.h"
@@ -496,6 +496,7 @@ TEST(a_unit_moves_whole_or_not_at_all)
 #define UNITS 3
 #define LOOK_ALL 2
 #define STEPS 3
+#define FROZEN 3                 /* a parameter that is not trained */
 #define MOST  20001              /* elements of a parameter, at most */
 #define KEPT  (1u << MT_PLANE_HI | MT_STATE_PLANES)
 
@@ -511,7 +512,8 @@ typedef struct plan {
     int       look;              /* gradients are read before each step: by one rank, in turn;
                                   * LOOK_ALL: by all at once */
     int       writes;            /* weights are written from outside: 1, just before the second
-                                  * update; 2, before the second step fetches them */
+                                  * update; 2, before the second step fetches them; 3, as 1, of
+                                  * a parameter that is not trained */
     int       twice;             /* each step updates two times with the same gradients */
     int       apart;             /* slots are out of each other's reach */
     int       leaves;            /* before the second step all units come back to host memory */
@@ -902,7 +904,7 @@ static void leave(runner *r, int unit, void **mem, int n)
 }
 
 /* By all ranks in their views, as user code does. */
-static void write_from_outside_alike(runner *r)
+static void write_from_outside_alike(runner *r, int param)
 {
     void *there = NULL;
 
@@ -910,9 +912,9 @@ static void write_from_outside_alike(runner *r)
     if (r->res != NULL)
         CHECK_OK(mt_resident_raised(r->res));
     CHECK_OK(mt_ledger_wait_fetch(r->cx.store, 0));
-    REQUIRE_OK(mt_store_view(r->cx.store, 0, 0, MT_PLANE_HI, &there));
-    fill_random(shapes[0].dtype, there, shape_of(0, 0).numel, 4711);
-    CHECK_OK(mt_store_spread(r->cx.store, 0, 0, 1u << MT_PLANE_HI));
+    REQUIRE_OK(mt_store_view(r->cx.store, 0, param, MT_PLANE_HI, &there));
+    fill_random(shapes[param].dtype, there, shape_of(0, param).numel, 4711);
+    CHECK_OK(mt_store_spread(r->cx.store, 0, param, 1u << MT_PLANE_HI));
     if (r->fills)
         mt_ledger_touch(r->cx.store, 0);
 }
@@ -1002,7 +1004,7 @@ static void write_and_note(runner *r)
 {
     void *hi;
 
-    write_from_outside_alike(r);
+    write_from_outside_alike(r, 0);
     REQUIRE_OK(mt_store_hi(r->cx.store, 0, &hi));
     if (r->fills)
         memcpy(r->want->hi[1][0], hi, mt_store_hi_bytes(r->cx.store, 0));
@@ -1027,8 +1029,8 @@ static void one_step(runner *r)
     }
     for (int u = 0; u < UNITS; u++)
         fetch(r, u);                     /* these copies end when others could update already */
-    if (r->plan->writes == 1 && r->step == 1)
-        write_from_outside_alike(r);
+    if ((r->plan->writes & 1) && r->step == 1)
+        write_from_outside_alike(r, r->plan->writes == 1 ? 0 : FROZEN);
     if (r->plan->look == LOOK_ALL || (r->plan->look && r->rank == (r->step + 1) % r->plan->ranks))
         look_at_gradients(r);
     for (int u = 0; u < UNITS; u++)
@@ -1299,6 +1301,88 @@ TEST(units_of_several_come_back_to_host_memory)
 {
     RUN(.leaves = 1, .settled = 7);
     RUN(.leaves = 1, .ranks = 3, .settled = 5, .guests = 4, .micros = 2);
+}
+
+/* Weights in a slot are older than those that were written, and what is not trained is not sent. */
+TEST(machines_have_what_was_written_before_an_update)
+{
+    for (int k = 0; k < 8; k++)
+        RUN(.ranks = 4, .mates = 1 + k % 2, .settled = 7, .writes = k / 2 % 2 ? 3 : 1,
+            .bad = k / 4);
+}
+
+static uint64_t said_of(const runner *r, mt_count what, int rank)
+{
+    return mt_board_said(&mt__unit_at(r->cx.store, 0)->board, (int)what, rank);
+}
+
+/* Who sends would wait without end; who waits here must not read what did not come. */
+TEST(weights_that_come_when_the_engine_is_closed_are_not_told_of)
+{
+    mt_parcel bytes = { .kind = MT_PARCEL_SLOT, .n = 1, .bytes = 8 };
+    mt_parcel note = { .kind = MT_PARCEL_NOTE, .what = MT_COUNT_STEPPED, .n = 1, .param = 1 };
+    void     *place = NULL, *hi = NULL;
+
+    CREW(c, PLAN(.ranks = 2, .mates = 1, .settled = 1), NULL);
+    runner *r = c.r;
+    reach_all(c.r, &c.p);
+    CHECK_OK(mt_relay_place(r->cx.store, 1, &bytes, &place));
+    CHECK(UNDER_TSAN || place == r->mem[0]);
+    mt_resident_close(r->res);
+    r->res = NULL;
+    CHECK_OK(mt_relay_place(r->cx.store, 1, &bytes, &place));
+    CHECK_OK(mt_store_hi(r->cx.store, 0, &hi));
+    CHECK(place == hi);
+    CHECK_OK(mt_relay_come(r->cx.store, 1, &note));
+    CHECK_EQ(said_of(r, MT_COUNT_STEPPED, 1), 0);
+    note.param = 0;                      /* they came to host memory */
+    CHECK_OK(mt_relay_come(r->cx.store, 1, &note));
+    CHECK_EQ(said_of(r, MT_COUNT_STEPPED, 1), 1);
+}
+
+static void *hear_late(void *arg)
+{
+    const runner *r = arg;
+    mt_parcel     note = { .kind = MT_PARCEL_NOTE, .what = MT_COUNT_STEPPED, .n = 1, .param = 1 };
+
+    sleep_ms(50);
+    CHECK_OK(mt_relay_come(r->cx.store, 1, &note));
+    return NULL;
+}
+
+/* The raise of other ranks' weights that has begun waits for them. */
+TEST(who_closes_hears_what_it_waits_for)
+{
+    CREW(c, PLAN(.ranks = 2, .mates = 1, .settled = 1), NULL);
+    runner *r = c.r;
+    if (UNDER_TSAN)
+        SKIP("nothing comes into slots");
+    reach_all(c.r, &c.p);
+    mt_ledger_update_begin(r->cx.store, 0);
+    mt_ledger_update_end(r->cx.store, 0);
+    MT_WITH(&r->res->mu) mt_worker_submit(&r->res->ferry.raises, &r->res->units[0]->rise);
+    sleep_ms(20);
+    mt_ledger_watchdog(r->cx.store, 5);
+    pthread_t thread = thread_start(hear_late, r);
+    mt_resident_close(r->res);
+    r->res = NULL;
+    thread_join(thread);
+    CHECK_EQ(said_of(r, MT_COUNT_STEPPED, 1), 1);
+    CHECK_OK(mt_ledger_check(r->cx.store));
+}
+
+/* It will make no update: who sends is heard to the end. */
+TEST(nobody_waits_for_an_update_behind_a_fault)
+{
+    mt_parcel bytes = { .kind = MT_PARCEL_SLOT, .n = 1, .bytes = 8 };
+    int       is = 1;
+
+    CREW(c, PLAN(.ranks = 2, .mates = 1, .settled = 1), NULL);
+    CHECK_OK(mt_relay_ready(c.r->cx.store, 1, &bytes, &is));
+    CHECK_EQ(is, 0);
+    mt_ledger_fault(c.r->cx.store, MT_EDEVICE, "a test's");
+    CHECK_OK(mt_relay_ready(c.r->cx.store, 1, &bytes, &is));
+    CHECK_EQ(is, 1);
 }
 
 /* The value that is not finite is in the portion of one rank. */
