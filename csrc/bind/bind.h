@@ -28,7 +28,7 @@
 #include "../core/portion.h"
 #include "../core/stream.h"
 #include "../core/swap.h"
-#include "../core/through.h"
+#include "../core/home.h"
 #include "../core/turn.h"
 #include "../core/update.h"
 #include "../io/shards.h"

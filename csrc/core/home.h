@@ -142,6 +142,19 @@ static inline void mt_update_over(mt_store *s, mt_update *u, mt_status st)
     free(u);
 }
 
+/* through.c: updates of units that live on the host, made on the device. n_buffers of so many
+ * bytes, at least MT_THROUGH_LEAST, whose memory is made with the first job. close finishes what
+ * was put. */
+#define MT_THROUGH_LEAST 8192
+typedef struct mt_through mt_through;
+mt_status mt_through_open (mt_context *cx, int n_buffers, size_t bytes, mt_through **out);
+void      mt_through_close(mt_through *t);
+typedef struct mt_through_stats {
+    uint64_t h2d_bytes, d2h_bytes;       /* since open */
+    size_t   device_bytes;               /* of the buffers, now */
+} mt_through_stats;
+mt_through_stats mt_through_stats_get(mt_through *t);
+
 extern const mt_home mt_home_ram, mt_home_through;       /* store.c, through.c */
 extern const mt_home mt_home_vram, mt_home_arrive;       /* resident.c */
 extern const mt_home mt_home_disk, mt_home_disk_weights; /* disk.c */

@@ -772,8 +772,7 @@ static void *home_slot(void *arg, int unit, int own)
     if (mt__settled_find(r, unit, &h) != MT_OK)
         return NULL;
     MT_HOLD(&r->mu);
-    return h->slots != NULL && (!own || h->writes == mt_ledger_writes(r->store, unit)) ? h->mem
-                                                                                       : NULL;
+    return h->slots == NULL || (own && h->writes != mt_ledger_writes(r->store, unit)) ? NULL : h->mem;
 }
 
 static mt_status home_lower(void *arg, int unit, size_t from, size_t to)

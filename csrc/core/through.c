@@ -1,9 +1,21 @@
-/* through.c — one thread that cuts updates into parts and fills the buffers' queues in turn.
+/* through.c — updates of units that live on the host, made on the device: states up, states down.
  *
- * Two units are on their way at once: while the last pieces of one come down, the first of the next
- * go up. So each buffer has two events, for units of even and of odd number.
+ * The host's cores and their memory have one rate, the bus and the device another, and both can
+ * work at once. A unit that goes *through* has its planes copied up in pieces (pieces.h), updated
+ * by a kernel, and copied back, while the updater and the pool are at other units. One thread cuts
+ * updates into parts and fills the queues of a few buffers on the device in turn: one goes up while
+ * another comes down.
+ *
+ * A buffer's queue is the only order there is; parts of one update do not depend on each other. Our
+ * thread waits in the ledger for copies that read the unit's weights before the first piece comes
+ * down, and ends the unit's update when the last one is down. Two units are on their way at once:
+ * while the last pieces of one come down, the first of the next go up. So each buffer has two
+ * events, for units of even and of odd number.
+ *
+ * Threads: update, stepped of the home: the updater. The job's functions run on our thread.
  */
-#include "through.h"
+#include "home.h"
+#include "timeline.h"
 
 #include <inttypes.h>
 #include <stdlib.h>

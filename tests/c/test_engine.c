@@ -9,7 +9,7 @@
 #include "dev_fault.h"
 #include "drop.h"
 #include "toy.h"
-#include "../../csrc/core/through.h"
+#include "../../csrc/core/home.h"
 #include "../../csrc/io/file.h"
 
 #define UNITS    5

@@ -11,7 +11,7 @@
 #include "../../csrc/core/relay.h"
 #include "../../csrc/core/store_impl.h"
 #include "../../csrc/core/resident_impl.h"
-#include "../../csrc/core/through.h"
+#include "../../csrc/core/home.h"
 #include "../../csrc/ops/sumsq.h"
 #include "../../csrc/optim/adam.h"
 

@@ -1,4 +1,4 @@
-/* test_resident.c — the executable form of core/resident.h and through.h: a unit that
+/* test_resident.c — the executable form of core/resident.h and through.c: a unit that
  * lives on the device, with its states there or coming for the update, or goes through it to be
  * updated, has the bits of one that does neither, in every plane, with the real kernels and
  * whatever the user does in between.
@@ -10,7 +10,7 @@
 #include "numbers.h"
 #include "opened.h"
 #include "dev_fault.h"
-#include "../../csrc/core/through.h"
+#include "../../csrc/core/home.h"
 #include "../../csrc/core/update.h"
 #include "../../csrc/ops/sumsq.h"
 #include "../../csrc/optim/adam.h"

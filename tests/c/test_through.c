@@ -1,8 +1,8 @@
-/* test_through.c — the executable form of core/through.h, with a computation that shows what
+/* test_through.c — the executable form of core/through.c, with a computation that shows what
  * passed by. */
 #include "dev_fault.h"
 #include "toy.h"
-#include "../../csrc/core/through.h"
+#include "../../csrc/core/home.h"
 
 #define MOST 80                  /* parameters */
 #define BIG  40000               /* elements of the largest */

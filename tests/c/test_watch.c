@@ -4,7 +4,7 @@
 #include "../../csrc/core/clock.h"
 #include "../../csrc/core/stream.h"
 #include "../../csrc/core/swap.h"
-#include "../../csrc/core/through.h"
+#include "../../csrc/core/home.h"
 
 CLOSES(mt_swap, mt_swap_close(*x))
 CLOSES(mt_through, mt_through_close(*x))
