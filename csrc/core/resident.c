@@ -220,8 +220,7 @@ static mt_status reach(mt_resident *r, mt__settled *h, const mt_mem_name *names)
         if (rank != mt_share_rank(r->cx->share) && mt_share_speaker(r->cx->share, rank) == rank)
             MT_TRY(r->dev->ops->mem_reach(r->dev, &names[rank], &h->slots[rank]));
     }
-    /* Another machine's are in its speaker's. */
-    for (int rank = 0; rank < ranks; rank++)
+    for (int rank = 0; rank < ranks; rank++)     /* another machine's: in its speaker's */
         h->slots[rank] = h->slots[mt_share_speaker(r->cx->share, rank)];
     return MT_OK;
 fail:
@@ -772,7 +771,8 @@ static void *home_slot(void *arg, int unit, int own)
     if (mt__settled_find(r, unit, &h) != MT_OK)
         return NULL;
     MT_HOLD(&r->mu);
-    return h->slots == NULL || (own && h->writes != mt_ledger_writes(r->store, unit)) ? NULL : h->mem;
+    return h->slots == NULL || (own && h->writes != mt_ledger_writes(r->store, unit)) ? NULL
+                                                                                      : h->mem;
 }
 
 static mt_status home_lower(void *arg, int unit, size_t from, size_t to)
