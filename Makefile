@@ -50,7 +50,7 @@ test:  ## everything: C tests under ASan and TSan, and pytest
 	@mkdir -p build
 	$(MAKE) --no-print-directory asan >build/asan.log 2>&1 & a=$$!; \
 	$(MAKE) --no-print-directory tsan >build/tsan.log 2>&1 & t=$$!; \
-	$(MAKE) --no-print-directory $(BUILT) $(BASES) && $(MAKE) --no-print-directory pytest; p=$$?; \
+	$(MAKE) --no-print-directory -j2 $(BUILT) $(BASES) && $(MAKE) --no-print-directory pytest; p=$$?; \
 	wait $$a; a=$$?; wait $$t; t=$$?; cat build/asan.log build/tsan.log; [ $$a -eq 0 ] && [ $$t -eq 0 ] && exit $$p
 
 ctest:  ## the C tests; a C compiler is enough
@@ -131,7 +131,7 @@ clean:  ## remove what was built, .venv included
 	@touch $@
 
 # Apart: whoever imports peft where they are imports them too, which takes each process seconds.
-.venv/bases: .venv/.ready
+.venv/bases: | .venv/bin/python
 	-.venv/bin/python -m pip install -q --no-deps --target $@ bitsandbytes==0.50.2 torchao==0.18.0
 	@touch $@
 
