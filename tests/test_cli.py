@@ -340,7 +340,7 @@ def test_a_model_whose_documents_see_each_other_in_a_row_is_known(kind: str, lea
                                                                   flat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "SEPARATE", frozenset())
     model, state = small(kind).to(dtype).train(), torch.get_rng_state()
-    why = models.why_alone(model, 64, flat)
+    why = models.why_alone(model, 64, data.collate(flat))
     assert bool(why) is leaks
     assert why is None or "see each other, whatever" in why or "from one document into the next" in why
     assert torch.equal(torch.get_rng_state(), state), "a run's random numbers stay what they were"
@@ -351,10 +351,10 @@ def test_kinds_that_are_not_asked_would_say_the_same(kind: str, monkeypatch: pyt
     import test_fused
     import test_moe
     model = (test_fused.FAMILIES | test_moe.FAMILIES)[kind.removesuffix("_text")]()
-    assert model.config.model_type == kind and models.why_alone(model, 64, False) is None
+    assert model.config.model_type == kind and models.why_alone(model, 64, data.collate(False)) is None
     monkeypatch.setattr(models, "SEPARATE", frozenset())
     for flat in (False, True):
-        assert models.why_alone(model, 64, flat) is None
+        assert models.why_alone(model, 64, data.collate(flat)) is None
 
 
 def test_a_model_that_cannot_be_asked_gets_rows_of_one_document(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,9 +362,9 @@ def test_a_model_that_cannot_be_asked_gets_rows_of_one_document(monkeypatch: pyt
         raise RuntimeError("no kernel here")
 
     monkeypatch.setattr(models, "SEPARATE", frozenset())
-    assert models.why_alone(toy_model(), 2, False) is None, "rows may be as short as this"
+    assert models.why_alone(toy_model(), 2, data.collate(False)) is None, "rows may be as short as this"
     monkeypatch.setattr(type(toy_model()), "forward", fails)
-    assert "could not be asked (no kernel here)" in models.why_alone(toy_model(), 64, False)
+    assert "could not be asked (no kernel here)" in models.why_alone(toy_model(), 64, data.collate(False))
 
 
 @pytest.mark.parametrize("kind", ["opt", "bloom", "mamba", "qwen3_next"])
@@ -377,7 +377,7 @@ def test_weights_that_are_small_today_hide_no_leak(kind: str) -> None:
     model = tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**sizes)) if kind == "qwen3_next" else small(kind)
     for p in model.parameters():
         p.data.mul_(1e-4)
-    assert models.why_alone(model, 64, False)
+    assert models.why_alone(model, 64, data.collate(False))
 
 
 @given(st.lists(st.tuples(st.integers(1, 25), st.booleans()), min_size=1, max_size=8), st.integers(2, 12))

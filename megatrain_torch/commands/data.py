@@ -548,7 +548,7 @@ def rows_of(settings: Settings, tokenizer: Any, parts: tuple[list[Document], lis
 def fitted(model: Any, settings: Settings, tokenizer: Any, parts: tuple[list[Document], list[Document]],
            rows: tuple[Rows, Rows], flat: bool) -> tuple[Rows, Rows]:
     """Rows, as rows_of packs them, or, where the model would see other documents in them, of one document each."""
-    if (flat or any(some.shared for some in rows)) and (why := models.why_alone(model, settings.seq, flat)):
+    if (flat or any(some.shared for some in rows)) and (why := models.why_alone(model, settings.seq, collate(flat))):
         many, rows = len(rows[0]), rows_of(settings, tokenizer, parts, alone=True)
         say(f"{why}; so each has rows of its own, filled up at the end: {len(rows[0])} rows, not {many}")
     if cut := sum(some.cut for some in rows):

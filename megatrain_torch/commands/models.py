@@ -296,10 +296,10 @@ SEPARATE = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}     # layer_types that look at tokens by a mask
 
 
-def why_alone(model: Any, seq: int, flat: bool) -> str | None:
+def why_alone(model: Any, seq: int, batch: Callable[..., Any]) -> str | None:
     """Why each document needs rows of its own with this model, or None: they may share rows. Kinds of SEPARATE were
     asked. One with layers that carry a state from token to token is not: a mask does not reach it, and what it carries
-    may be small today. Of any other a small one is made, of this class and configuration."""
+    may be small today. Of any other a small one is made, of this class and configuration. batch: training's collate."""
     name, config = type(model).__name__, model.config
     if config.model_type in SEPARATE:
         return None
@@ -307,7 +307,7 @@ def why_alone(model: Any, seq: int, flat: bool) -> str | None:
     if kinds - ATTENTION or any(isinstance(m, torch.nn.Conv1d) for m in model.modules()):
         return f"{name} has layers that carry a state from token to token, from one document into the next"
     try:
-        leak, scale = _leak(_sample(model), max(1, min(PROBE, seq // 2)), flat)
+        leak, scale = _leak(_sample(model), max(1, min(PROBE, seq // 2)), batch)
     except Exception as why:                         # a model is a program; without an answer, what is always right
         return f"whether documents in one row of {name} see each other could not be asked ({why})"
     if leak <= LEAK * scale:                         # not so of NaN, which is no answer either
@@ -344,16 +344,14 @@ def _sample(model: Any) -> Any:
 
 
 @torch.no_grad()
-def _leak(model: Any, length: int, flat: bool) -> tuple[float, float]:
+def _leak(model: Any, length: int, batch: Callable[..., Any]) -> tuple[float, float]:
     """(how far logits of one document [length] move with what another before it says, how far apart they are by
-    themselves): the root of the mean square. Rows are in the form that training gives them."""
+    themselves): the root of the mean square."""
     one, *others = torch.randint(model.get_input_embeddings().num_embeddings, (3, length),
                                  generator=torch.Generator().manual_seed(0))
     again = torch.arange(length).repeat(2)
     rows = [{"input_ids": torch.cat([other, one]), "position_ids": again} for other in (*others, one)]
-    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    batch = {name: t.reshape(1, -1) for name, t in batch.items()} if flat else batch
-    logits = model(**batch, use_cache=False).logits.view(3, 2, length, -1)
+    logits = model(**batch(rows), use_cache=False).logits.view(3, 2, length, -1)
     first = logits[2, 0]                             # nothing is before it
     return max((logits[row, 1] - first).square().mean().sqrt().item() for row in range(3)), first.std().item()
 
