@@ -210,7 +210,7 @@ def placed(name: str, device: str, dtype: torch.dtype, states: str = "fp32") -> 
         opt = mt.AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.1, states=states)
         schedule = torch.optim.lr_scheduler.StepLR(opt, 7, 0.5)
         losses, seen = [], {}
-        for step in range(20 if parity.FULL or device == "cuda" else 12):
+        for step in range(20 if parity.FULL or device == "cuda" else 12):        # twelve clip in each way, at both rates
             opt.max_grad_norm = 0.05 if step % 5 > 2 else None if step % 2 else 1e9
             for m in range(micro):
                 loss = lm_loss(model, batch(step * micro + m).to(device)) / micro

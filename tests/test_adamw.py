@@ -292,9 +292,12 @@ def test_micro_batches_of_16_bits_are_summed_in_fp32(dtype: torch.dtype) -> None
     model, refs, opt = followed(dots(dtype, delay_us=50))
     for step in range(3):
         micros = [grads_for(model, 10 * step + k, decades=1) for k in range(4)]
+        sums = [torch.zeros(g.shape) for g in micros[0]]
         for grads in micros:
             model(grads).backward()
-        sums = [m[0].float() + m[1].float() + m[2].float() + m[3].float() for m in zip(*micros)]
+            sums = [s + g.float() for s, g in zip(sums, grads)]
+            if step == 1:                # read in between, too
+                assert all(torch.equal(p.grad, s.to(dtype)) for p, s in zip(model.parameters(), sums))
         short = [((m[0] + m[1]) + m[2]) + m[3] for m in zip(*micros)]
         exact = [sum(g.double() for g in m) for m in zip(*micros)]
         assert (flat(sums) - flat(exact)).abs().sum() < 0.01 * (flat(short) - flat(exact)).abs().sum()

@@ -126,10 +126,7 @@ def test_a_layer_frozen_for_another_pass_hands_over_the_same(keep: str) -> None:
     assert all(torch.equal(plain[n], g) for n, g in found.items())
 
 
-ALIKE_TOO = {"cohere2", "nemotron", "phi", "stablelm", "starcoder2", "jamba", "falcon_h1"}
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=parity.LONG) if n in ALIKE_TOO else n for n in UNFIT])
+@pytest.mark.parametrize("name", UNFIT)
 def test_an_architecture_without_a_template_says_why_and_runs_its_own_code(name: str) -> None:
     case = zoo.CASES[name]
     model = stream(case.build())

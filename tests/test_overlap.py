@@ -1,7 +1,7 @@
 """Overlap on equals overlap off, bit for bit, whatever the queues' pace and wherever units are at home; and every wait is
 needed.
 
-Each with 10 seeds of delays, in CI with 2. The control is the same training in the engine's debug mode `sync`, in which nothing
+Each with 10 seeds of delays, in CI with 4. The control is the same training in the engine's debug mode `sync`, in which nothing
 is fetched ahead and every hand-over and update is over before the call returns.
 """
 from __future__ import annotations
@@ -16,7 +16,7 @@ from edges import Scenario
 from parity import EDGES
 from torch import Tensor
 
-SEEDS = 10 if parity.FULL else 2
+SEEDS = 10 if parity.FULL else 4
 DELAY_US = 200          # a layer of the model computes for about as long
 
 SCENARIOS = [

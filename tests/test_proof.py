@@ -702,8 +702,7 @@ CHANGES: dict[str, Callable[..., None]] = {
 }
 
 
-@pytest.mark.parametrize("what", [pytest.param(what, marks=parity.LONG) if what in ("the scale", "no norm", "dropout") else what
-                                  for what in CHANGES])
+@pytest.mark.parametrize("what", CHANGES)
 def test_a_change_after_the_first_step_is_followed(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parity.seed()
     model = LLAMA()
