@@ -98,7 +98,7 @@ class Owned:
                 who = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
                 os.close(fd)
                 if why.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                    raise MegatrainError(f"{self.run} is being written by {who}: wait, or name another") from None
+                    raise MegatrainError(f"{self.run} is being written by {who}: wait, or use another folder") from None
                 path.unlink(missing_ok=True)
                 say(f"{self.run}: this file system has no locks ({why.strerror}); no second run may write there")
                 break

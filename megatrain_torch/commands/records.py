@@ -302,7 +302,7 @@ def rendered(messages: list[Message], template: Template, first: int = 0) -> lis
     """The texts to train: one, or one for each answer. first: the message from which on answers are learned."""
     said = [i for i, m in enumerate(messages) if i >= first and m["role"] in ("assistant", "model")]
     if not said:
-        raise MegatrainError(f"{template.where}: no message is the assistant's, and nothing else is learned of it")
+        raise MegatrainError(f"{template.where}: no message is the assistant's, and only its messages are learned")
     shown = [template(messages[:i + 1]) for i in said]
     each, whole = [_answered(messages[:i + 1], text, template) for i, text in zip(said, shown)], shown[-1]
     # What is "" but for its end is a call of tools that the template leaves out.

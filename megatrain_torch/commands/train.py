@@ -213,7 +213,7 @@ def _prepared(settings: Settings, team: Team, owned: Owned, checkpoint: Path | N
         model = models.load_model(source.model, settings.dtype, team.first or settings.method in ("dpo", "kto"),
                                   settings.base, settings.method == "reward")
         if len(tokenizer) > (there := model.get_input_embeddings().num_embeddings):
-            raise MegatrainError(f"the tokenizer has {len(tokenizer)} tokens, and the model embeds {there} alone")
+            raise MegatrainError(f"the tokenizer has {len(tokenizer)} tokens, and the model embeds only {there}")
     train, held = team.of_first(team.first_does(lambda: parts if rows is None else data.fitted(
         model, settings, tokenizer, parts, rows, settings.device == "cuda")))        # where rows are joined
     parts = rows = None                                  # documents have as many tokens as the rows

@@ -153,7 +153,7 @@ def export(args: argparse.Namespace) -> None:
         raise MegatrainError(f"merged: {args.run_folder} has no adapters (lora), its weights themselves were trained; "
                              "leave --merged out")
     if args.dtype is not None and not (whole or args.merged):
-        raise MegatrainError(f"dtype={args.dtype}: of a whole model; adapters stay as they were trained, but --merged")
+        raise MegatrainError(f"dtype={args.dtype}: of a whole model; adapters stay as they are: omit it, or --merged")
     models.check_packages(not whole, "none")
     tokenizer, dtype = models.load_tokenizer(source.words), args.dtype or settings.dtype
     end = f"{source.adapter or source.model} is in {args.to}"
