@@ -445,8 +445,9 @@ def test_the_bar_tells_how_far_a_step_is_that_takes_long(monkeypatch: pytest.Mon
     assert "step 1/3" in (said := capsys.readouterr().out) and "backward" not in said
     now[0] = 106.0
     bar.on_train_begin(None, state, None)
+    bar.on_save(None, state, None)
     bar.on_train_end(None, state, None)
-    assert "backward 7/31" in capsys.readouterr().out
+    assert "backward 7/31" in (said := capsys.readouterr().out) and "step 1: checkpoint-1\n" in said
 
 
 def test_a_run_that_was_told_to_stop_resumes_to_the_same_bits(
