@@ -161,15 +161,20 @@ def _start(settings: Settings, words: list[str], owned: Owned, check: Callable[[
           tempfile.TemporaryDirectory(prefix="megatrain-") as own):
         team.first_does(lambda: stack.enter_context(owned.locked()))
         checkpoint = team.of_first(team.first_does(check))
-        trainer = _prepared(settings, team, owned, checkpoint, convert, new_data, team.of_first(own))
-        # A run that was stopped in its last step has none left to make: Trainer would make one more.
-        if checkpoint is None or folder.step_of(checkpoint.name) < trainer.args.max_steps:
-            if stopped := trainer.run_steps(checkpoint):
-                team.of_first(None)      # which may be writing still
-                say(f"stopped at step {trainer.state.global_step}; megatrain resume {owned.run} goes on")
-                raise Stopped(stopped)
-        team.first_does(lambda: _finish(trainer, time.perf_counter() - began))
+        _run(_prepared(settings, team, owned, checkpoint, convert, new_data, team.of_first(own)), checkpoint, began)
     return 0
+
+
+def _run(trainer: Any, checkpoint: Path | None, began: float) -> None:
+    """Nobody has the trainer, and so the streamed model, when the team's group ends."""
+    team, run = trainer.run.team, trainer.run.owned.run
+    # A run that was stopped in its last step has none left to make: Trainer would make one more.
+    if checkpoint is None or folder.step_of(checkpoint.name) < trainer.args.max_steps:
+        if stopped := trainer.run_steps(checkpoint):
+            team.of_first(None)          # which may be writing still
+            say(f"stopped at step {trainer.state.global_step}; megatrain resume {run} goes on")
+            raise Stopped(stopped)
+    team.first_does(lambda: _finish(trainer, time.perf_counter() - began))
 
 
 def check_packages() -> None:
