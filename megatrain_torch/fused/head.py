@@ -86,7 +86,7 @@ class Head:
     """
 
     def __init__(self, window: Window) -> None:
-        self._window = weakref.ref(window)   # which has this
+        self._window = weakref.ref(window)   # weakly: the window holds this
         self.by_param = {id(r.param): r for r in window.records}
         self.declined = ""
         self.calls: weakref.WeakSet[Logits] = weakref.WeakSet()

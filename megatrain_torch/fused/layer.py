@@ -110,7 +110,7 @@ class Fused:
     """What a window knows of its template. Runs the window in place of its module's own code.
 
     Attributes:
-        template: of the module's structure, for `sizes` and for what all calls have in common. No call runs by it.
+        template: of the module's structure, for what all calls have in common. No call runs by it. sizes: of it.
         names: of the window's records, as that structure calls them; name#strand where they are a weight of codes.
         records: by names of weights; of one of codes, that which stands for it where modules read it.
         codings: of such weights, by their names. dtype: in which it computes. parameters: names of its forward's.
@@ -123,7 +123,7 @@ class Fused:
     """
 
     def __init__(self, window: Window) -> None:
-        self._window = weakref.ref(window)   # which has this; a graph that may outlive the model holds it itself
+        self._window = weakref.ref(window)   # weakly: the window holds this; a graph that outlives the model holds both
         self.verdict: str | None = None
         self.declined = self.own = ""
         self._calm = 0                       # passes in which it ran by its template alone, since its own code did

@@ -286,7 +286,7 @@ def _of_file(path: Path) -> Machine:
 
 
 _ASCENDING = ("attention", "adam_gparams")      # tables whose rows come in the order of their first number, all others
-_MAY_BE_EMPTY = ("adam8_gparams", "origins", "versions")
+_MAY_BE_EMPTY = ("adam8_gparams", "origins")
 _MAY_BE_ZERO = ("beside_gparams", "vram_overhead_bytes", "host_overhead_bytes", "disk_tbw", "whole_gbps", "host_gbps",
                 "exchange_gbps", "fp8_gain", "communicator_bytes", "shared_gparams")
 

@@ -201,7 +201,7 @@ class Problem:
 
     def memory(self, micro: int, modes: Sequence[str]) -> tuple[int, ...]:
         """Of what windows keep: see mt_memory_of in walk/search.h."""
-        return _core.search_memory(self.arrays, self.micro_counts.index(micro), _coded(modes))
+        return _core.search_memory(self.arrays, self.micro_counts.index(micro), _mode_codes(modes))
 
     # ---- homes that may be chosen ----
 
@@ -229,9 +229,9 @@ class Problem:
         codes, counts = self._coded(homes for homes, _ in found), np.array([1 + some for _, some in found])
         planes = (codes == HOMES.index("through")).any(-1) * THROUGH_BYTES + self.machine.vram_overhead_bytes \
             + self.exchange.buffers + sum(self.tally.at_home(codes, counts).values())
-        room = ((self.wishes.nvme or 0) - sum(self.tally.disk(codes).values()) + 0 * planes) // self.wishes.fleet.gpus
+        room = np.full(len(found), self.wishes.nvme or 0) - sum(self.tally.disk(codes).values())
         return [Row(*way, *bytes_) for way, *bytes_ in zip(found, planes.tolist(), self._host(codes, counts).tolist(),
-                                                           room.tolist())]
+                                                           (room // self.wishes.fleet.gpus).tolist())]
 
     def _coded(self, homes: Iterable[Sequence[str]]) -> np.ndarray:
         """[choices, units], as Tally takes many."""
@@ -359,7 +359,7 @@ class Problem:
                 modes[at], flags[at] = mode, FIXED
             for at in linked:
                 flags[at] |= PAIR
-            return _coded(modes), bytes(flags)
+            return _mode_codes(modes), bytes(flags)
 
         if asked is not None:
             if read(asked).keep == LINKED:
@@ -416,7 +416,7 @@ class Problem:
         """None where it takes so many seconds or more."""
         walked = _core.search_time(self.arrays, self.micro_counts.index(choice.micro), coded(choice.homes).tobytes(),
                                    self._memory_s(self._coded([choice.homes]), choice.micro)[0], choice.ring,
-                                   _coded(choice.modes), than)
+                                   _mode_codes(choice.modes), than)
         return None if walked is None else Timing.of(walked, not self.wishes.fleet.alone)
 
     def fits(self) -> bool:
@@ -533,7 +533,7 @@ def solve(problem: Problem) -> tuple[Problem, tuple[Choice, Timing] | None]:
     return best or (problem, None)
 
 
-def _coded(modes: Iterable[str]) -> bytes:
+def _mode_codes(modes: Iterable[str]) -> bytes:
     return bytes(map(_MODES.__getitem__, modes))
 
 

@@ -45,7 +45,7 @@ _CODES = {home: code for code, home in enumerate(HOMES)}
 ADDED_BYTES = 14                # per parameter in host memory: a further micro-batch's sum
 PAIR_BYTES = 200 << 20          # of a communicator of two ranks, one of each direction between machines: 389 MiB with
                                 # all channels that NCCL opens, of which it is let have 8
-WAY_BYTES = between.PIECE        # of host memory that the driver has not locked
+WAY_BYTES = between.PIECE       # on the device: what goes from or to host memory that is not locked lies there
 SECOND = 0.7                    # of a first communicator's bytes, what a further one takes, which gathers portions
 POOL_BYTES = 512 << 20          # what torch keeps for streams of our own, beside compute's
 BUFFERS = 2                     # of a unit's gradients: what is sent, and what is received; the next unit's is packed

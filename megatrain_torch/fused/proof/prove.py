@@ -242,7 +242,7 @@ class Proof(torch.fx.Interpreter):
             before, TELLER.disabled = TELLER.disabled, True  # torch prints what fails on fake tensors, caught or not
             try:
                 out = run(candidate)
-            except (RuntimeError, IndexError, Unfit):      # sizes, or parts, that are not for this form
+            except (RuntimeError, IndexError, Unfit):        # sizes, or parts, that are not for this form
                 continue
             finally:
                 TELLER.disabled = before
@@ -470,8 +470,7 @@ class Proof(torch.fx.Interpreter):
         The gate between is as any part."""
         e, own = self.mlp.experts, [self.w[n] for n in sorted(self.mlp.experts.names)]
         z = expert_rows(self.values, hidden, chosen, own, 2 * e.inter)
-        gates = [*((code, partial(gate, act)) for code, act in ACTIVATIONS),
-                 (ops.CLAMPED, clamped_gate)]
+        gates = [*((code, partial(gate, act)) for code, act in ACTIVATIONS), (ops.CLAMPED, clamped_gate)]
         ((e.act, _), e.interleaved), gated = self.choose(
             "the gate of its experts", itertools.product(gates, (False, True)), lambda one: one[0][1](z, one[1]))
         return experts_down(self.values, gated, hidden, chosen, weights, own)

@@ -63,10 +63,9 @@ class Rotary(NamedTuple):
 
 
 class AttentionHalf(Half):
-    """What makes q, k and v has two functions more: `_made` gives q [B, S, hq, D], k [B, S, hk, D] and v [B, S, hk, V]
-    as attention takes them, from k.qkv as the first product gave it (again: in backward, from what forward left there),
-    and fills the call's cache; `backward` gives dx [T, H] from dh [T, H], which it may write into, and uses up what was
-    kept.
+    """What each kind has besides. `_made` gives q [B, S, hq, D], k [B, S, hk, D] and v [B, S, hk, V] as attention takes
+    them, from k.qkv as the first product gave it, and fills the call's cache; again: in backward, from what forward
+    left in k.qkv. `backward` gives dx [T, H] from dh [T, H], which it may write into, and uses up what was kept.
 
     Attributes:
         first: the product with a. o: the one that attention's output goes into.
@@ -75,8 +74,8 @@ class AttentionHalf(Half):
         rotary: how heads are turned; None: they are not. parted: they are, in the way that Rotary has of it, which a
             cache has to be given so. latent: it is LatentAttention.
         walks: gradients of a single long row may be had some rows at a time.
-        cached: numbers of a token that a key-value cache gathers. copied: that attention copies at a time, where there
-            are more tokens than the second.
+        cached: numbers of a token that a key-value cache gathers. copied: those that attention copies at a time, and
+            the tokens beyond which it does.
     """
 
     sinks: str | None = None
