@@ -24,11 +24,11 @@
 #include <Python.h>
 
 #include "../core/forks.h"
+#include "../core/home.h"
 #include "../core/offload.h"
 #include "../core/portion.h"
 #include "../core/stream.h"
 #include "../core/swap.h"
-#include "../core/home.h"
 #include "../core/turn.h"
 #include "../core/update.h"
 #include "../io/shards.h"

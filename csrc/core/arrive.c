@@ -19,8 +19,8 @@ int mt_arrive_invited(const mt_resident *r, int unit)
 static mt_status find(const mt_resident *r, int unit, mt__settled **out)
 {
     if (!mt_arrive_invited(r, unit))
-        return MT_FAIL(MT_EINVAL, "unit %d (%s): its states do not come to the device and leave",
-                       unit, mt_store_name(r->store, unit));
+        return MT_FAIL(MT_EINVAL, "unit %d (%s): its states do not come to the device and leave; "
+                       "invite it first", unit, mt_store_name(r->store, unit));
     return mt__settled_find(r, unit, out);
 }
 

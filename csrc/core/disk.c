@@ -201,7 +201,7 @@ typedef struct buffer {
     const layout    *lay;                /* what it has, or will; NULL: nothing */
     int              piece;
     unsigned         sections;           /* of it, a bit each */
-    mt_request       r[SECTIONS];     /* under way when READING, DROPPED or WRITING */
+    mt_request       r[SECTIONS];        /* under way when READING, DROPPED or WRITING */
     int              left;               /* of these */
     mt_post          post;               /* of them */
     uint64_t         turn;               /* reads of a ring are counted */
@@ -958,7 +958,7 @@ void mt_feed_expect(mt_disk *d, const int *units, int n)
     for (int i = 0; i < n && f->n_expected < EXPECTED; i++)
         if (mt_store_home(d->store, units[i], NULL)->fed)
             f->expected[f->n_expected++] = units[i];
-    (void)reclaim(d);                 /* a device that fails fails the mover's calls too */
+    (void)reclaim(d);                    /* a device that fails fails the mover's calls too */
 }
 
 /* The next piece is in a buffer (*out), which is the mover's then; or none is free, and one is

@@ -788,7 +788,8 @@ static mt_status home_lower(void *arg, int unit, size_t from, size_t to)
     MT_DO(mt__settled_find(r, unit, &h));
     mt_lock(&r->mu);
     is_new = h->writes == mt_ledger_writes(r->store, unit);  /* else the update was skipped */
-    st = is_new ? r->dev->ops->wait(q, h->done) : MT_OK;     /* a fetch of what was written */
+    /* MOVED: a fetch of what was written may still fill the slot. */
+    st = is_new ? mt_edge(r->cx, MT_EDGE_MOVED, q, h->done) : MT_OK;
     mt_unlock(&r->mu);
     if (st != MT_OK || !is_new)
         return st;

@@ -176,7 +176,7 @@ uint64_t    mt_share_lost_ns (const mt_share *h, int rank);
 /* Nothing more will be heard of it, without its having left. */
 void        mt_share_gone    (mt_share *h, int rank);
 /* This rank says 1 of FAILED, of PARTED (it asks nothing from now on, and leaves when nobody asks
- * it) or of LEFT; what it has said, or says behind LEFT, is nothing. */
+ * it) or of LEFT. Once: a second call, or one behind LEFT, does nothing. */
 void        mt_share_once    (mt_share *h, mt_count count);
 int         mt_share_parted  (const mt_share *h, int rank);              /* so has this, or left */
 /* What ended this rank's work; the first stays. */

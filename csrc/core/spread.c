@@ -126,8 +126,7 @@ mt_status mt_store_spread(mt_store *s, int unit, int param, unsigned planes)
     const mt_board *b;
     mt__unit       *u;
     /* For the other ranks; ledger.c knows where the unit is in it. */
-    uint64_t        mine = (uint64_t)(unsigned)unit << 40 | (uint64_t)(unsigned)param << 16 |
-                           planes;
+    uint64_t        mine = (uint64_t)unit << 40 | (uint64_t)param << 16 | planes;
     uint64_t        n, other;
     int             me, rank;
     mt_status       st;

@@ -62,11 +62,14 @@ static inline void set(const void *x, mt_dtype dt, int64_t i, float f)
         ((uint16_t *)to)[i] = dt == MT_BF16 ? mt_f32_to_bf16(f) : mt_f32_to_f16(f);
 }
 
-/* The same numbers for all who have the seed; nothing where the type is no float. */
+/* The same numbers for all who have the seed. */
 static inline void fill_random(mt_dtype dt, void *x, int64_t n, uint64_t seed)
 {
-    for (int64_t i = 0; i < n && (dt == MT_F32 || dt == MT_BF16 || dt == MT_F16); i++)
-        set(x, dt, i, ldexpf((float)(int32_t)(uint32_t)toy_random(&seed), -33 - (int)(i % 7)));
+    for (int64_t i = 0; i < n; i++)
+        if (dt == MT_I64)
+            ((int64_t *)x)[i] = (int64_t)toy_random(&seed);
+        else if (dt == MT_F32 || dt == MT_BF16 || dt == MT_F16)
+            set(x, dt, i, ldexpf((float)(int32_t)(uint32_t)toy_random(&seed), -33 - (int)(i % 7)));
 }
 
 #endif

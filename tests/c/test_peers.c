@@ -5,13 +5,10 @@
 #include "check.h"
 #include "toy.h"
 
-#include "../../csrc/core/arena.h"
 #include "../../csrc/core/clock.h"
-#include "../../csrc/core/portion.h"
 #include "../../csrc/core/relay.h"
-#include "../../csrc/core/store_impl.h"
 #include "../../csrc/core/resident_impl.h"
-#include "../../csrc/core/home.h"
+#include "../../csrc/core/store_impl.h"
 #include "../../csrc/ops/sumsq.h"
 #include "../../csrc/optim/adam.h"
 
