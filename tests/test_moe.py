@@ -317,7 +317,8 @@ def test_a_correction_of_the_choice_is_followed_as_it_changes() -> None:
 
 
 def moved(model: nn.Module, way: str) -> None:
-    """Between forward and backward, as an auxiliary-loss-free balance does after each forward; here so far that every choice would be another."""
+    """Between forward and backward, as an auxiliary-loss-free balance does after each forward; here so far that every
+    choice would be another."""
     for name, b in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             values = torch.tensor([5.0, -5.0, 5.0, -5.0])
@@ -338,8 +339,7 @@ def grads_moved(model: nn.Module, way: str) -> list[Tensor]:
 # By .data is the harder way, since no version counts it.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("compute, keep, way", [
-    pytest.param(compute, keep, way, marks=() if way == "by .data" and (compute, keep) in (
-        ("fused", "saved"), ("fused", "replay+host"), ("eager", "saved")) else parity.LONG)
+    pytest.param(compute, keep, way, marks=() if keep in ("saved", "replay+host") and way == "by .data" else parity.LONG)
     for compute in ("fused", "eager") for keep in ("saved", "attention", "replay", "linked", "replay+host")
     for way in ("in place", "by .data")])
 def test_the_choice_of_the_forward_counts(compute: str, keep: str, way: str) -> None:
