@@ -117,10 +117,10 @@ def test_training_that_goes_on_does_not_change_what_is_saved(tmp_path: Path, hom
     for save in range(2):
         want = everything(*pair)
         saving = mt.save(*pair, tmp_path / "c", asynchronous=True, spare=1)
+        pair[1].state[pair[0].layers[4].weight]["exp_avg"].mul_(0.5)         # before an update waits for the copy
         train(pair, 2 + save, 3 + save)
         with torch.no_grad():
             pair[0].layers[0].weight.mul_(0.5)
-            pair[1].state[pair[0].layers[4].weight]["exp_avg"].mul_(0.5)
         saving.wait()
         assert_has(tmp_path, want)
 

@@ -2,7 +2,7 @@
 
     format = format_of(p)              # None: p is no such weight
     strands = format.strands(p, m)     # {"": codes, "absmax": scales ...}, m: the module that has p
-    whole  = format.whole(p, strands)  # what the package's code computes with, over any such tensors; ours: its codes
+    whole  = format.whole(p, strands)  # the parameter, over any such tensors
 
 A weight's strands are streamed like parameters, each in its own type; in a window they are put together again, so the
 module's own code runs over what was fetched. Formats are known by the names of classes: no package is imported here.

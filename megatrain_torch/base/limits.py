@@ -238,10 +238,10 @@ def _cgroups(proc: Path, sysfs: Path) -> tuple[list[Bound], bool]:
             # A group's page cache makes room for us, so it does not count as used.
             stat = dict(re.findall(r"^(\S+) +(\S+)", _text(folder / "memory.stat"), re.MULTILINE))
             cache = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
-            used = max(int(_text(folder / current).strip() or 0) - cache, 0)
+            known = {name: int(text) for name in (current, *names) if (text := _text(folder / name).strip()).isdigit()}
+            used = max(known.get(current, 0) - cache, 0)
             for name in names:
-                text = _text(folder / name).strip()
-                limit = int(text) if text.isdigit() else 1 << 60
+                limit = known.get(name, 1 << 60)
                 if limit < 1 << 60:          # v1 says 2**63 less a page where there is none
                     found.append(Bound(f"cgroup {folder.name or '/'}: {name}", limit, max(limit - used, 0),
                                        f"raise {name} of the cgroup"))

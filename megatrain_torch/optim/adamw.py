@@ -94,7 +94,7 @@ class AdamW(torch.optim.Optimizer):
         in_backward: update each unit as soon as backward has its gradient, without waiting for
             step(). A promise that every backward() is followed by step() and that nobody changes
             gradients or `param_groups` in between; needs max_grad_norm=None.
-        nonfinite: a step with gradients that are not finite changes nothing; with in_backward, no unit that has such.
+        nonfinite: a step whose gradients are not all finite changes nothing; with in_backward that goes for each unit.
             "skip" counts the step (`skipped_steps`), "raise" also raises at the next step().
 
     Raises:

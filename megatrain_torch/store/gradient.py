@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 SET, ADD = 0, 1                              # modes of Engine.offload
-_task = torch._C._current_graph_task_id
+in_backward = torch._C._current_graph_task_id     # -1 outside of backward; for the thread that runs it
 
 
 class LateGrad(Tensor):
@@ -74,7 +74,7 @@ def claim(record: Record) -> tuple[int, int] | None:
                 record.late = LateGrad(record)
             param.grad = record.late
     if sets:
-        record.set_in, record.written, record.summed, record.seen = _task(), False, False, None
+        record.set_in, record.written, record.summed, record.seen = in_backward(), False, False, None
         return SET, 0
     if not take_back(record):
         return None

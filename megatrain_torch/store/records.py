@@ -120,7 +120,6 @@ class Record:
         with torch._C.DisableTorchFunctionSubclass():
             return param is not None and param.requires_grad
 
-
     # ---- before host memory is read ----
 
     def wait_updates(self) -> None:

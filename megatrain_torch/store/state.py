@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .._core import WindowDict, enter, inside, leave, swap_window
 from ..base.errors import MegatrainError
+from .gradient import in_backward
 from .guard import OneParameter, with_attributes
 from .records import Record, Use
 
-in_backward = torch._C._current_graph_task_id     # -1 outside of backward; for the thread that runs it
 graph_stays = torch._C._autograd._get_current_graph_task_keep_graph      # retain_graph, of the backward under way
 
 
