@@ -317,8 +317,7 @@ def test_a_correction_of_the_choice_is_followed_as_it_changes() -> None:
 
 
 def moved(model: nn.Module, way: str) -> None:
-    """Between forward and backward, as an auxiliary-loss-free balance does after each forward; here so far that every
-    choice would be another."""
+    """As an auxiliary-loss-free balance does after each forward; here so far that every choice would be another."""
     for name, b in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             values = torch.tensor([5.0, -5.0, 5.0, -5.0])
