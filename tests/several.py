@@ -12,6 +12,7 @@ import contextlib
 import copy
 import dataclasses
 import faulthandler
+import gc
 import hashlib
 import importlib
 import os
@@ -440,10 +441,14 @@ def memory_of_saves(rank: int, group: Any, folder: str) -> list[int]:
     found: list[int] = []
 
     def note() -> None:
-        each: list[Any] = [None] * torch.distributed.get_world_size(group)
         torch.distributed.barrier(group)
-        torch.distributed.all_gather_object(each, _shared_bytes(), group)
-        found.append(sum(each))
+        found.append(_all_of(_at_rest(), group))
+
+    gc.collect()                             # models of tests before
+    for _ in range(100):
+        if _all_of(_shared_bytes(), group) == 0:
+            break
+        time.sleep(0.2)
 
     def step() -> None:
         update(model(torch.ones(1, 1024)).sum(), opt)
@@ -463,6 +468,21 @@ def memory_of_saves(rank: int, group: Any, folder: str) -> list[int]:
     opt.state[model[0].weight]["exp_avg"].norm()
     note()
     mt.unstream(model)
+    return found
+
+
+def _all_of(own: int, group: Any) -> int:
+    each: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(each, own, group)
+    return sum(each)
+
+
+def _at_rest() -> int:
+    """Threads that send and receive give memory back after what they did it for is over."""
+    last, found = -1, _shared_bytes()
+    while found != last:
+        time.sleep(0.2)
+        last, found = found, _shared_bytes()
     return found
 
 
