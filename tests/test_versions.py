@@ -109,7 +109,7 @@ def fetched(package: str, version: str) -> Path:
             wanted = [f"{package}=={version}"]
             while wanted:
                 more = CPU if package == "torch" and wanted[0].startswith("torch=") else ()
-                pip("install", "-q", "--no-deps", "--target", str(made), *more, *wanted)
+                pip("install", "-q", "--no-compile", "--no-deps", "--target", str(made), *more, *wanted)
                 again, wanted = wanted, sorted(set(missing(made)))
                 if again == wanted:
                     raise OSError(f"nothing satisfies {wanted}")
