@@ -89,7 +89,7 @@ def _bind(rt: Runtime, m: nn.Module, records: dict[str, Record]) -> None:
     """The module is part of this runtime's model. records: by the names of its parameters."""
     runtimes[m] = weakref.ref(rt)
     if isinstance(m._parameters, BoundParameters):
-        m._parameters.bind(records)
+        m._parameters.records.update(records)
     elif records:
         m.__dict__["_parameters"] = BoundParameters(m._parameters, records)
 
@@ -240,16 +240,11 @@ def _check_tree(rt: Runtime) -> None:
 
 
 def _put_later(rt: Runtime, root: nn.Module) -> Iterator[tuple[str, nn.Parameter, bool]]:
-    """Parameters that were not there when the model was streamed: name, and whether it may never be there, in the place
-    of a streamed one or as another model's."""
-    for prefix, m in root.named_modules():
-        records = m._parameters.records if isinstance(m._parameters, BoundParameters) else {}
-        for name, p in m._parameters.items():
-            # What functional_call has put in the places of parameters is no parameter of the model's.
-            if p is None or (records.get(name, p) is None and not isinstance(p, nn.Parameter)):
-                continue
-            if (other := getattr(p, "_mt", None)) is None or other.runtime is not rt:
-                yield f"{prefix}.{name}".lstrip("."), p, name in records or other is not None
+    """Parameters that were not there when the model was streamed: name, and whether it may never be there, as another
+    model's."""
+    for name, p in root.named_parameters():
+        if (other := getattr(p, "_mt", None)) is None or other.runtime is not rt:
+            yield name, p, other is not None
 
 
 # ---- transformers: PreTrainedModel.device says where to put inputs (generate, Trainer): the compute device ----
