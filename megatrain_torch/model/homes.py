@@ -53,8 +53,6 @@ class Homes:
         self.within: set[int] = set()                    # of those the ones that processes copy from each other's slots
         self.on_disk: frozenset[int] = frozenset()       # units whose states are in a file
         self.filed: set[int] = set()                     # of these the ones whose weights are there too by now
-        self.passing: frozenset[int] = frozenset()       # units whose gradients are kept nowhere
-        self.files: list[weakref.finalize] = []          # what takes names of files
 
     def away(self, unit: int) -> bool:
         """The unit's weights are at home on the device or on disk: those in host memory are copies."""
@@ -88,7 +86,7 @@ class Homes:
         for unit in self.settled.keys() - self.within:
             self.core.reach(unit, b"")
 
-    # Files lose their names with the process at the latest. sizes: tests' own.
+    # Files have no names, and go with the process at the latest. sizes: tests' own.
 
     def keep_on_disk(self, disk: Disk, asked: Asked, sizes: Mapping[str, int]) -> None:
         """States of the units that are at home on disk go to a file, and some of their weights."""
@@ -97,7 +95,6 @@ class Homes:
         usual = {"buffers": BUFFERS, "buffer_bytes": BUFFER_BYTES, "threads": THREADS}
         self.core.disk(disk.path, units, weights, limit=limit, **{**usual, **sizes})
         self.on_disk = frozenset(units) | frozenset(weights)
-        self.files.append(weakref.finalize(self, self.core.disk_unname))
 
     def file_weights(self, unit: int) -> None:
         """Weights that were put into the unit's plane go to the file; `take` gives their memory back."""
@@ -109,7 +106,6 @@ class Homes:
         limit = 0 if disk.limit is None else max((disk.limit - file_bytes(asked)) // self._mates, 1)
         nbytes = -(-nbytes // self._mates)
         self.core.swap_disk(disk.path, nbytes, limit, **{"bays": BAYS, "threads": THREADS, **sizes})
-        self.files.append(weakref.finalize(self, self.core.disk_unname))
 
 
 # ---- a plan is put into force; who calls holds the model's door: no other thread is in it ----

@@ -113,10 +113,8 @@ class Runtime:
             pass
 
     def close(self) -> None:
-        """Gives everything back: files lose their names while there is an engine that knows them."""
+        """Gives everything back."""
         self.cap.close()
-        for unname in self.homes.files:
-            unname()
         if self.exchange is not None:
             self.exchange.close()
         self.core.close()

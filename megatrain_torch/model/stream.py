@@ -76,8 +76,8 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
         host: limit for host memory: weights, gradients and AdamW's states. None: what is free, by all limits that
             `megatrain doctor` prints. mt.stream checks it for the weights, mt.AdamW for its states.
         nvme: directory for states, weights and activations that host memory does not hold; or {"path": directory,
-            "limit": "200GiB"}, of all processes of a machine. mt.unstream, or the end of the process, removes the
-            files. After a crash the next run with this directory does. Files of several processes have no names.
+            "limit": "200GiB"}, of all processes of a machine. The files have no names, and go with
+            mt.unstream or the end of the process, in whatever way it ends.
         states: format in which mt.AdamW will keep its states, so that limits and plans count them. None: as mt.AdamW
             is told.
         dtype: convert floating parameters to this type; None: each keeps its own.
