@@ -50,7 +50,6 @@ class Homes:
         self._model, self.core, self._mates = model, core, mates
         self.settled: dict[int, int] = {}                # units that live on the device, and their slots
         self.arrivals = Arrivals(model.itself(), ())     # of those the ones whose states come and leave
-        self.within: set[int] = set()                    # of those the ones that processes copy from each other's slots
         self.on_disk: frozenset[int] = frozenset()       # units whose states are in a file
         self.filed: set[int] = set()                     # of these the ones whose weights are there too by now
 
@@ -82,9 +81,9 @@ class Homes:
         units, sent = sorted(self.settled), not self._model.is_cuda or ranks.nccl()
         names = ranks.gather([self.core.slot_name(unit) if sent or not ranks.apart else b"" for unit in units])
         within = [self.core.reach(unit, b"".join(of)) for unit, of in zip(units, zip(*names))]
-        self.within = {unit for unit, *found in zip(units, *ranks.gather(within)) if all(found)}
-        for unit in self.settled.keys() - self.within:
-            self.core.reach(unit, b"")
+        for unit, *found in zip(units, *ranks.gather(within)):
+            if not all(found):
+                self.core.reach(unit, b"")
 
     # Files have no names, and go with the process at the latest. sizes: tests' own.
 

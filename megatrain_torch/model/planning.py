@@ -31,8 +31,8 @@ from ..base.errors import MegatrainError
 from ..base.limits import show_bytes
 from ..base.modes import read
 from ..fused.layer import wanted
+from ..group.control import calling
 from ..group.ranks import Ranks, as_one
-from ..group.waits import calling
 from ..plans.machine import Machine, resolve
 from ..plans.planner import Plan, own_code, plan
 from ..plans.tally import PLANES_OF
