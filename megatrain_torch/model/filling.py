@@ -61,8 +61,7 @@ def declare(rt: Runtime, asked: Asked, choices: Choices) -> None:
         rt.homes.spill_to(disk, choices.spilled, asked, doors.spill)
     if not asked.keeps:
         core.lend_most(asked.lent)
-        rt.homes.passing = frozenset(range(len(rt.units)))
-        for unit in rt.homes.passing:
+        for unit in range(len(rt.units)):
             core.pass_gradients(unit)
     core.debug(doors.skip, doors.poison, doors.sync)                 # of all that is there by now
 
@@ -202,11 +201,11 @@ class Origins:
                 for r, value in zip(exact, _in_common(self._ranks, values)):
                     r.exact = value
 
+
 def _mapped(place: Place, like: Tensor) -> Tensor:
     path, at = place
     found = torch.from_numpy(np.memmap(path, mode="c", offset=at, shape=(like.nbytes,)))
     return found.view(like.dtype).view(like.shape)
-
 
 
 def _sum(records: list[Record]) -> int:
