@@ -337,8 +337,7 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
         found = _core.disk_measure(disk, nbytes, each=min(32 << 20, nbytes // 16 // 4096 * 4096))
         rates |= {f"disk_{way}_gbps": found[way] / 1e9 for way in ("read", "write", "both")}
         rates["disk_tbw"] = 0.0                          # its rating is in no file; who knows it says disk_tbw=
-    # What follows from AdamW's rate; what several GPUs have, until they are measured (the network stays); a drive that
-    # no `disk` named.
+    # Not measured here: what follows from AdamW's rate, what several GPUs have, a drive that no `disk` named.
     origins = [("add_gparams", "assumed"), *((rate, "assumed") for rate in RATES[-5:]),
                *((rate, "published") for rate in RATES if rate.startswith("disk_") and disk is None)]
     versions = {"torch": torch.__version__, "cuda": str(torch.version.cuda), "megatrain_torch": _core.__version__}
