@@ -163,8 +163,6 @@ class Engine:
         limit: bytes the file may have, 0: no limit. Their host planes are copies: see bring and push."""
     def disk_file(self) -> tuple[str, int, bool] | None:
         """(path, bytes, transfers go past the page cache) of the scratch file."""
-    def disk_unname(self) -> None:
-        """Files lose their names, and go with the process or the engine. For the end of a process."""
     def bring(self, unit: int, planes: int) -> None:
         """Host planes become current. planes: bits 1 << plane, or -1. A settled unit's are copied, but for ACC, which
         has no host copy; waits for updates and gradients under way. What is on disk is read. Of other units
@@ -342,8 +340,6 @@ def open_private(path: str, flags: int) -> int:
     """As os.open; children of fork() do not have the descriptor, nor a share of its lock."""
 def close_private(fd: int) -> None:
     """Of open_private, in the process that opened it; else nothing happens."""
-def disk_room(path: str) -> int:
-    """Bytes that may be taken in a directory, once what crashed processes left there is removed."""
 def disk_measure(path: str, bytes: int, each: int = 33554432, depth: int = 8, threads: int = 16) -> dict[str, Any]:
     """{"fresh", "write", "read", "both": bytes/s, "direct": bool} of requests of `each` bytes, `depth` under way, over
     a file of `bytes` that is made and removed; fresh: written where nothing was; both: as much read as written."""

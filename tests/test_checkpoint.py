@@ -420,8 +420,7 @@ def test_what_to_do_is_told_when_the_store_is_lost(tmp_path: Path) -> None:
     pair = train(make(tmp_path, "disk"), 0, 2)
     model, _ = pair
     model.state_dict()
-    path = next(tmp_path.glob("*.states"))
-    with path.open("r+b") as f:
+    with doors.scratch_file(runtime_of(model).core.disk_file()[0]).open("r+b") as f:
         data = f.read()
         f.seek(0)
         f.write(bytes(x ^ 1 for x in data))

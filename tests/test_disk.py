@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import textwrap
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import doors
@@ -281,59 +283,35 @@ def test_reports_and_traces_have_the_disk(make: Callable[..., Pair]) -> None:
 
 # ---- what is left behind ----
 
-def test_the_file_has_a_manifest_and_goes_with_the_model(make: Callable[..., Pair], tmp_path: Path) -> None:
+def test_the_file_has_no_name_and_goes_with_the_model(make: Callable[..., Pair], tmp_path: Path) -> None:
     model, _ = make("disk")
     path, nbytes, direct = core_of(model).disk_file()
-    assert sorted(os.listdir(tmp_path)) == [f"megatrain-{os.getpid()}-0.json", f"megatrain-{os.getpid()}-0.states"]
-    assert Path(path).parent == tmp_path and Path(path).stat().st_size == nbytes and direct in (True, False)
+    assert os.listdir(tmp_path) == [] and Path(path).parent == tmp_path
+    assert doors.scratch_file(path).stat().st_size == nbytes and direct in (True, False)
     assert 10 * sum(p.numel() for p in model.parameters()) <= nbytes <= disk.file_bytes(mt.model.stream.runtime_of(model).room.asked)
     mt.unstream(model)
-    assert os.listdir(tmp_path) == []
+    assert doors.scratch_file(path) is None
 
 
 TRAINS = """
-    import sys, torch
+    import os, signal, sys, torch
     import megatrain_torch as mt
     model = mt.stream(torch.nn.Linear(64, 64), device="cpu", nvme=sys.argv[1], plan={"homes": "disk"})
     opt = mt.AdamW(model.parameters())
     model(torch.ones(2, 64)).sum().backward()
     opt.step()
+    if sys.argv[2] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     raise SystemExit("in the middle of a run")
 """
-HOLDS = """
-    import importlib.util, os, signal, sys
-    spec = importlib.util.spec_from_file_location("_core", sys.argv[1])
-    core = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(core)
-    engine = core.Engine("cpu")
-    engine.disk(sys.argv[2], [engine.add_unit("a", [core.DTYPES["F32"]], [10], [True])])
-    print("holds", flush=True)
-    if sys.argv[3] == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
-    sys.stdin.read()
-"""
 
 
-def test_nothing_is_left_by_a_process_that_ends(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(TRAINS), str(tmp_path)], capture_output=True, text=True)
-    assert "in the middle of a run" in done.stderr and os.listdir(tmp_path) == []
-
-
-def test_what_a_killed_process_left_is_removed_and_what_a_living_one_has_is_not(tmp_path: Path) -> None:
-    def start(how: str) -> subprocess.Popen[str]:
-        return subprocess.Popen([sys.executable, "-c", textwrap.dedent(HOLDS), _core.__file__, str(tmp_path), how],
-                                text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-    def owners() -> set[str]:
-        return {name.split("-")[1] for name in os.listdir(tmp_path)}
-
-    with start("live") as lives, start("die") as dies:
-        assert lives.stdout.readline() == dies.stdout.readline() == "holds\n"
-        assert dies.wait() == -signal.SIGKILL
-        assert owners() == {str(lives.pid), str(dies.pid)}
-        assert _core.disk_room(str(tmp_path)) > 0                # removes what nobody lives for
-        assert owners() == {str(lives.pid)} and len(os.listdir(tmp_path)) == 2
-        lives.communicate("")
+@pytest.mark.parametrize("how, code", [("ends", 1), ("killed", -signal.SIGKILL)])
+def test_nothing_is_left_by_a_process_that_ends(how: str, code: int, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(TRAINS), str(tmp_path), how], capture_output=True,
+                          text=True)
+    assert done.returncode == code and ("in the middle of a run" in done.stderr) == (how == "ends"), done.stderr
+    assert os.listdir(tmp_path) == []
 
 
 # ---- doors ----
@@ -355,7 +333,7 @@ def test_what_makes_no_sense_is_refused_before_anything_is_changed(tmp_path: Pat
     refused("nvme limit='much' is not a size", nvme={"path": str(tmp_path), "limit": "much"})
     refused("the limit is 1.0 KiB: raise it to", plan={"homes": "disk"}, nvme={"path": str(tmp_path), "limit": "1KiB"})
     refused(r"'tape'; use 'ram', 'vram', 'arrive', 'through', 'disk' or 'disk\+weights'", plan={"homes": "tape"})
-    monkeypatch.setattr(_core, "disk_room", lambda path: 5000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5000))
     refused(r"need .* there and 4.9 KiB are free: free .*, or name another path", plan={"homes": "disk"},
             nvme=str(tmp_path))
     assert os.listdir(tmp_path) == []

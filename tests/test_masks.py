@@ -109,7 +109,7 @@ def test_a_known_mask_is_what_transformers_makes(change: dict[str, Any]) -> None
     plain, added = masks._wanted(asked, False), masks._wanted(asked, True)
     assert torch.equal(plain.real, masking_utils.sdpa_mask(**asked)) and plain.window in (0, 3)
     assert torch.equal(added.real, masking_utils.eager_mask(**asked))
-    assert added.real.dtype == torch.bfloat16 and StandIn.of(added).shape == added.real.shape
+    assert added.real.dtype == torch.bfloat16 and StandIn(added).shape == added.real.shape
 
 
 @pytest.mark.skipif(not hasattr(masking_utils, "packed_sequence_compatibility_function"), reason="an older transformers")
@@ -146,7 +146,7 @@ def test_padding_keeps_the_models_mask(made: list[Sight]) -> None:
 
 
 def test_only_where_gradients_are_wanted_and_layers_have_templates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StandIn, "of", lambda sight: pytest.fail("a stand-in"))
+    monkeypatch.setattr(masks, "_wanted", lambda *_: pytest.fail("a stand-in"))
     model = fusing.stream(FAMILIES["gemma3"](), "saved")
     with torch.no_grad():
         model(**text(0))
@@ -180,7 +180,7 @@ def test_a_layer_that_runs_its_own_code_is_given_the_mask(made: list[Sight]) -> 
 
 def test_a_stand_in_used_as_a_tensor_is_the_mask() -> None:
     sight = Sight(2, 5, CPU, window=2)
-    mask = StandIn.of(sight)
+    mask = StandIn(sight)
     assert masks.sight_of(mask) is sight and masks.sight_of(sight.real) is None and masks.sight_of(None) is None
     assert (mask.shape, mask.dim(), mask.dtype, mask.device, len(mask)) == ((2, 1, 5, 5), 4, torch.bool, CPU, 2)
     for fn in (lambda m: m[:, :, -2:], lambda m: m & True, lambda m: torch.cat([m, m], 1), lambda m: m.to(torch.float32)):

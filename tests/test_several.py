@@ -21,8 +21,8 @@ from torch import nn
 
 from megatrain_torch import MegatrainError
 from megatrain_torch.group import between
+from megatrain_torch.group.control import Waits, done
 from megatrain_torch.group.ranks import Ranks, give_back
-from megatrain_torch.group.waits import Waits, done
 from megatrain_torch.model.filling import _give_memory
 from megatrain_torch.model.stream import leaves_in_order, processors
 
@@ -401,7 +401,7 @@ def test_bytes_are_on_their_way_before_they_are_told_of(monkeypatch: pytest.Monk
     receive, it is told of before."""
     for direct, order in ((True, ["send 6", "told"]), (False, ["told", "send 6"])):
         log: list[str] = []
-        line = object.__new__(between.Line)
+        line = object.__new__(between.Between)
         line._device, line._given_up, line._rank, line._ways = torch.device("cpu"), Event(), 0, {}
         line._hearers, line._out, line._machines = {"there": 1}, {1: Carries(log)}, ["here", "there"]
         line._next = lambda: [(b"", torch.zeros(6, dtype=torch.uint8).numpy(), -1, True)]
@@ -485,8 +485,7 @@ def test_a_model_of_files_is_loaded_once(pool: Pool, kind: str, dtype: torch.dty
     wanted, found = several_load.from_files(0, None, str(tmp_path)), pool.call("several_load:from_files", 3, str(tmp_path))
     read, made = ([notes.pop(what) for notes in found] for what in ("read", "made"))
     assert not differences(found, wanted)
-    assert made == [wanted["made"], 0, 0] and sum(read) == wanted["read"]
-    assert dtype == torch.float32 or all(0 < n < sum(read) for n in read)
+    assert made == [wanted["made"], 0, 0] and read == [wanted["read"], 0, 0]
 
 
 @pytest.mark.parametrize("states", ["fp32", "8bit"])

@@ -39,21 +39,6 @@ def test_memory_of_weights_that_were_only_saved_is_given_back(tmp_path: Path) ->
     assert core.host_bytes(0) == before == 0
 
 
-def test_a_file_loses_its_name_while_its_engine_is_closed(tmp_path: Path) -> None:
-    for _ in range(4):
-        model, opt = streamed("disk+weights", tmp_path)
-        train(model, opt, 1)
-        core = runtime_of(model).core
-        core.drain()
-        closing = threading.Thread(target=core.close)
-        closing.start()
-        while closing.is_alive():
-            core.disk_unname()
-        closing.join()
-        core.disk_unname()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_counters_are_read_while_a_step_waits(tmp_path: Path) -> None:
     model, opt = streamed("disk", tmp_path, width=64)
     core, stop, looks = runtime_of(model).core, threading.Event(), []

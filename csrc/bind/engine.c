@@ -321,11 +321,6 @@ static void wait_no_longer(mt_store *s)
  * one), then gradients land, then the last weights land. The store stays: arrays show it. */
 static mt_status engine_stop(mt_engine *e)
 {
-    if (e->file != NULL)
-        /* at once: what follows may take its time, and the process may end in it */
-        mt_file_unname(e->file);
-    if (e->swap_file != NULL)
-        mt_file_unname(e->swap_file);
     if (e->cx.share != NULL && e->cx.store != NULL)
         wait_no_longer(e->cx.store);
     mt_saving_close(e);                  /* first: updates may be waiting for it */

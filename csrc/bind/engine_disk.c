@@ -33,8 +33,6 @@ static mt_status disk_open(mt_engine *e, const disk_wish *w)
     mt_status st;
 
     MT_TRY(mt_file_open(w->path, w->limit, w->threads, NULL, &file));
-    if (e->cx.share != NULL)             /* one rank's death ends the others, maybe all at once */
-        mt_file_unname(file);
     MT_TRY(mt_pool_open(threads < DISK_POOL ? threads : DISK_POOL, &pool));
     MT_TRY(mt_disk_open(&e->cx, mt_file_blocks(file), pool, w->n_buffers, (size_t)w->bytes,
                         &disk));
@@ -114,43 +112,7 @@ PyObject *mt_engine_disk_file(PyObject *self, PyObject *Py_UNUSED(unused))
                          s.direct ? Py_True : Py_False);
 }
 
-static mt_status unname(mt_engine *e)
-{
-    if (e->file != NULL)
-        mt_file_unname(e->file);
-    if (e->swap_file != NULL)
-        mt_file_unname(e->swap_file);
-    return MT_OK;
-}
-
-/* Of an engine that is closed, or is being closed by another thread: that does it first of all. */
-PyObject *mt_engine_disk_unname(PyObject *self, PyObject *Py_UNUSED(unused))
-{
-    mt_engine *e = (mt_engine *)self;
-    mt_status  st;
-
-    if (e->closed || e->memory == NULL || !mt_memory_is_ours(e->memory))
-        Py_RETURN_NONE;
-    MT_UNLOCKED(e, st, unname(e));
-    (void)st;
-    Py_RETURN_NONE;
-}
-
 /* ---- disks ---- */
-
-static PyObject *disk_room(PyObject *module, PyObject *args)
-{
-    const char *path;
-    uint64_t    bytes;
-    mt_status   st;
-
-    if (!PyArg_ParseTuple(args, "s:disk_room", &path))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    st = mt_file_room(path, &bytes);
-    Py_END_ALLOW_THREADS
-    return st == MT_OK ? PyLong_FromUnsignedLongLong(bytes) : mt_raise(mt_error_of(module), st);
-}
 
 static PyObject *disk_measure(PyObject *module, PyObject *args, PyObject *kw)
 {
@@ -210,10 +172,6 @@ PyMethodDef mt_disk_methods[] = {
     { "close_private", close_private, METH_VARARGS,
       "close_private($module, fd, /)\n--\n\n"
       "Of open_private, in the process that opened it; else nothing." },
-    { "disk_room", disk_room, METH_VARARGS,
-      "disk_room($module, path, /)\n--\n\n"
-      "Bytes that may be taken in a directory, once what crashed processes left there is "
-      "removed." },
     { "disk_measure", (PyCFunction)(void (*)(void))disk_measure, METH_VARARGS | METH_KEYWORDS,
       "disk_measure($module, path, bytes, each=33554432, depth=8, threads=16)\n--\n\n"
       "Bytes/s of a disk: fresh, write, read, both together; and whether transfers were direct." },

@@ -114,8 +114,6 @@ static mt_status swap_disk(mt_engine *e, const char *path, uint64_t limit, uint6
     mt_file  *file MT_CLOSED(mt_file_close) = NULL;
 
     MT_DO(mt_file_open(path, limit, threads, NULL, &file));
-    if (e->cx.share != NULL)             /* as disk_open's */
-        mt_file_unname(file);
     MT_DO(mt_file_reserve(file, bytes));
     MT_DO(mt_swap_disk(e->swap, mt_file_blocks(file), bays));
     e->swap_file = MT_KEEP(file);

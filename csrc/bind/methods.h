@@ -81,7 +81,6 @@ KEYWORD(disk, ", path, units, weights=(), limit=0, buffers=8, buffer_bytes=33554
         "weights are there too; push() them next.")
 NOARGS(disk_file, "",
        "(path, bytes, transfers go past the page cache); None: there is no file.")
-NOARGS(disk_unname, "", "Files lose their names, and go with the process or the engine.")
 METHOD(bring, ", unit, planes, /",
        "Host planes of a unit become current and may be written; bits 1 << plane, or -1.")
 METHOD(push, ", unit, param, planes, /",

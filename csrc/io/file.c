@@ -6,26 +6,23 @@
 #include "file.h"
 
 #include "../core/forks.h"
-#include "manifest.h"
 #include "sum.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
 #include <limits.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/file.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
-
-#define NUMBERS 1000         /* scratch files of one process in one directory */
 
 struct mt_file {
     mt_blocks       base;
     mt_file_calls   calls;       /* these six: constant */
-    char            dir[PATH_MAX - 64], name[64], path[PATH_MAX];
+    char            dir[PATH_MAX - 64], path[PATH_MAX];      /* path: for messages */
     int             fd;          /* -1: not open */
     int             direct;
     unsigned        forks;       /* mt_forks() of the process whose file it is */
@@ -37,7 +34,6 @@ struct mt_file {
     mt_worker       worker;      /* of requests with blocks that nobody began */
     uint64_t        reserved;    /* bytes. mu, and changed under growing alone */
     uint64_t        read_bytes, written_bytes;   /* mu */
-    int             named;       /* mu */
 };
 
 /* ---- the system's calls ----------------------------------------------------------------- */
@@ -185,18 +181,6 @@ static void put(mt_blocks *b, mt_request *r)
 
 /* ---- room ------------------------------------------------------------------------------- */
 
-mt_status mt_file_room(const char *dir, uint64_t *bytes)
-{
-    struct statvfs about;
-    uint64_t       removed;
-
-    MT_DO(mt_manifest_sweep(dir, &removed));
-    if (statvfs(dir, &about) != 0)
-        return MT_FAIL(MT_EDISK, "nvme: %s: %s", dir, strerror(errno));
-    *bytes = (uint64_t)about.f_bavail * about.f_frsize;
-    return MT_OK;
-}
-
 static mt_status no_room(const mt_file *f, uint64_t bytes, int why)
 {
     struct statvfs about = { 0 };
@@ -227,21 +211,9 @@ static mt_status grow(mt_file *f, uint64_t bytes)
     return MT_OK;
 }
 
-static int is_named(mt_file *f)
-{
-    return MT_LOCKED(&f->mu, f->named);
-}
-
 mt_status mt_file_reserve(mt_file *f, uint64_t bytes)
 {
-    mt_status st = MT_OK;
-
-    MT_DO(MT_LOCKED(&f->growing, grow(f, bytes)));
-    if (is_named(f))
-        st = mt_manifest_write(f->dir, f->name, bytes);
-    if (!is_named(f))                    /* it lost its name meanwhile: then it has none */
-        mt_manifest_remove(f->dir, f->name);
-    return st;
+    return MT_LOCKED(&f->growing, grow(f, bytes));
 }
 
 static mt_status take(mt_blocks *b, size_t bytes, uint64_t *at)
@@ -272,23 +244,20 @@ mt_blocks *mt_file_blocks(mt_file *f)
 
 /* ---- open and close --------------------------------------------------------------------- */
 
-/* Under the first number that is free; what crashed processes left under ours is gone by now. */
+/* It has no name from here on: so its room is free again when the process ends, in whatever way. */
 static mt_status make_file(mt_file *f)
 {
-    for (int i = 0; i < NUMBERS && f->fd < 0; i++) {
-        snprintf(f->name, sizeof f->name, MT_MANIFEST_PREFIX "%ld-%d" MT_MANIFEST_STATES,
-                 (long)getpid(), i);
-        snprintf(f->path, sizeof f->path, "%s/%s", f->dir, f->name);
+    static atomic_uint made;
+
+    do {                                 /* in a shared directory others may have our process id */
+        snprintf(f->path, sizeof f->path, "%s/megatrain-%ld-%u", f->dir, (long)getpid(),
+                 atomic_fetch_add(&made, 1));
         f->fd = mt_forks_open(f->path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
-        if (f->fd < 0 && errno != EEXIST)
-            break;
-    }
-    if (f->fd < 0)
+    } while (f->fd < 0 && errno == EEXIST);
+    if (f->fd < 0 || unlink(f->path) != 0)
         return MT_FAIL(MT_EDISK, "nvme: cannot make %s: %s; name a directory that may be written",
                        f->path, strerror(errno));
-    f->named = 1;
-    (void)flock(f->fd, LOCK_EX | LOCK_NB);      /* where there are no locks, the manifest tells */
-    return mt_manifest_write(f->dir, f->name, 0);
+    return MT_OK;
 }
 
 /* O_DIRECT may be refused when it is asked for, or not before the first transfer. */
@@ -312,13 +281,11 @@ static mt_status try_direct(mt_file *f)
 mt_status mt_file_open(const char *dir, uint64_t limit, int n_threads, const mt_file_calls *calls,
                        mt_file **out)
 {
-    mt_file  *f MT_CLOSED(mt_file_close) = NULL;
-    uint64_t  removed;
+    mt_file *f MT_CLOSED(mt_file_close) = NULL;
 
     if (dir == NULL || dir[0] == 0 || n_threads < 1)
         return MT_FAIL(MT_EINVAL, "nvme: a directory and a thread are the least; \"%s\", %d",
                        dir != NULL ? dir : "", n_threads);
-    MT_DO(mt_manifest_sweep(dir, &removed));
     if (strlen(dir) >= sizeof f->dir)
         return MT_FAIL(MT_EINVAL, "nvme: a path of %zu characters; %zu are the most", strlen(dir),
                        sizeof f->dir - 1);
@@ -338,30 +305,11 @@ mt_status mt_file_open(const char *dir, uint64_t limit, int n_threads, const mt_
     return MT_OK;
 }
 
-/* The scratch file first: one without a manifest would be found by nobody. In a child of its owner
- * the lock may be held for good, by a thread that is not there. */
-void mt_file_unname(mt_file *f)
-{
-    int named;
-
-    if (f->forks != mt_forks())
-        return;
-    mt_lock(&f->mu);
-    named = f->named;
-    f->named = 0;
-    mt_unlock(&f->mu);
-    if (!named)
-        return;
-    unlink(f->path);
-    mt_manifest_remove(f->dir, f->name);
-}
-
 void mt_file_close(mt_file *f)
 {
     if (f == NULL || f->forks != mt_forks())
         return;
     mt_worker_close(&f->worker);
-    mt_file_unname(f);
     if (f->fd >= 0)
         mt_forks_close(f->fd);
     mt_mutex_close(&f->mu);

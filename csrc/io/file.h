@@ -3,7 +3,8 @@
  *
  * Nouns, in the order they appear below:
  *   calls    the system calls a file is made of; tests bring their own
- *   file     in a directory the user named, gone when it is closed (manifest.h: or by the next run)
+ *   file     in a directory the user named. It has no name, and goes with its descriptor: when it
+ *            is closed, or its process ends, in whatever way
  *   room     of the disk, which is the file's from `reserve` and `take` on. File systems that write
  *            what is new beside what is old (btrfs, ZFS, bcachefs, XFS and overlays where blocks
  *            are shared) promise it for the first write of a place at most: there a disk that
@@ -14,14 +15,13 @@
  *   thread   ours, several. Each moves one block at a time with pread or pwrite: what io_uring does
  *            with fewer threads, and without its being forbidden, as it is in many containers
  *
- *     mt_file_room(dir, &free_bytes);                 // also removes what crashed processes left
  *     mt_file_open(dir, limit, 16, NULL, &f);
  *     mt_file_reserve(f, bytes);                      // the disk has them, or this fails
  *     blocks = mt_file_blocks(f);                     // core/blocks.h: take, put
- *     mt_file_close(f);                               // waits for requests; the file is removed
+ *     mt_file_close(f);                               // waits for requests; the file is gone
  *
- * Children of the process that opened a file have neither its descriptor nor its lock (forks.h);
- * unname and close do nothing there.
+ * Children of the process that opened a file do not have its descriptor (forks.h);
+ * close does nothing there.
  *
  * Threads: open, reserve, close: one. The rest: any. done of a request runs on a thread of the
  *          file's and may put requests.
@@ -60,10 +60,6 @@ static inline size_t mt_file_pages(size_t bytes)
 
 typedef struct mt_file mt_file;
 
-/* Bytes of the directory's file system that this process may still take, once those of crashed
- * processes are given back. */
-mt_status mt_file_room(const char *dir, uint64_t *bytes);
-
 /* limit: bytes the file may come to have; 0: none. calls NULL: the system's. */
 mt_status mt_file_open (const char *dir, uint64_t limit, int n_threads, const mt_file_calls *calls,
                         mt_file **out);
@@ -73,10 +69,6 @@ MT_CLOSER(mt_file_close, mt_file)
  * what `take` hands out beyond them is asked for then. */
 mt_status mt_file_reserve(mt_file *f, uint64_t bytes);
 mt_blocks *mt_file_blocks(mt_file *f);
-
-/* The file loses its name; it lives on until it is closed. For the end of a process, where nobody
- * closes. Nothing in a child of the process that opened it. */
-void      mt_file_unname(mt_file *f);
 
 typedef struct mt_file_stats {
     uint64_t read_bytes, written_bytes;      /* since open */

@@ -23,8 +23,8 @@ from ..base import strict
 from ..base.errors import MegatrainError
 from ..base.modes import GROUP, LOW_BYTES, master_bytes, moment_bytes
 from ..base.strict import shown, table
+from ..group.control import calling
 from ..group.ranks import as_one
-from ..group.waits import calling
 from ..model.runtime import runtime_of
 from ..optim.adamw import AdamW
 from ..optim.states import CODES, MOMENTS, decoded, load_moments, set_master

@@ -35,9 +35,8 @@ from torch import nn
 from .. import _core
 from ..base.errors import MegatrainError
 from ..base.limits import host_limits, parse_bytes, show_bytes
-from ..group.control import ASIDE
+from ..group.control import ASIDE, calling
 from ..group.ranks import as_one
-from ..group.waits import calling
 from ..model.runtime import runtime_of
 from ..optim.adamw import AdamW
 from ..store.tensorfiles import TensorFile
@@ -258,7 +257,7 @@ class Saving:
             own = None if self._part else manifest.Draft(self.folder)
         if self._ranks is None:
             return own
-        path = self._ranks.control.of_first(None if own is None else own.path)
+        path = self._ranks.gather(None if own is None else own.path)[0]
         with as_one(self._ranks):
             if not path.is_dir():
                 raise MegatrainError(f"{path}, which the first process has made, is not seen on this machine: folders "

@@ -197,7 +197,7 @@ class HandOver:
     def _send_unit(self, unit: int, pairs: list[tuple[Record, Tensor]]) -> None:
         items, sources = [], []
         self.ask_room(sums=False)
-        if passing := unit in self.runtime.homes.passing:        # kept nowhere: they must be used at once
+        if passing := not self.runtime.room.asked.keeps:         # kept nowhere: they must be used at once
             records = [r for r, _ in pairs]
             why = "nobody who updates in backward is there" if self.observer is None else \
                 "its optimizer is gone" if (who := self.observer()) is None else who._declines(records)

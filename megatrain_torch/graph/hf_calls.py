@@ -64,30 +64,21 @@ class Sight:
 
 
 class StandIn(Tensor):
-    """Has a mask's shape, type and device, and no storage; used as a tensor it is the real mask."""
+    """Has a mask's shape, type and device, and no storage; the first operation on it makes the real mask."""
 
     sight: Sight
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, sight: Sight) -> StandIn:
+        out = Tensor._make_wrapper_subclass(cls, (sight.rows, 1, sight.tokens, sight.tokens),
+                                            dtype=sight.added or torch.bool, device=sight.device)
+        out.sight = sight
+        return out
 
     @classmethod
-    def of(cls, sight: Sight) -> StandIn:
-        shape = (sight.rows, 1, sight.tokens, sight.tokens)
-        found = torch.empty(shape, dtype=sight.added or torch.bool, device="meta").as_subclass(cls)
-        found.sight = sight
-        return found
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _DEVICE:
-            return args[0].sight.device
-        if func in _SAID:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*dense(args), **dense(kwargs or {}))
-
-
-_DEVICE = (Tensor.device.__get__,)
-_SAID = (Tensor.shape.__get__, Tensor.ndim.__get__, Tensor.dtype.__get__, Tensor.requires_grad.__get__,
-         Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__, Tensor.__hash__)
 
 
 def mapped(value: Any, fn: Callable[[Tensor], Any]) -> Any:
@@ -165,7 +156,7 @@ def _patch(interface: Any, kind: str) -> Callable[[], None]:
             return own(*args, **kwargs)
         sight = _wanted(kwargs, adds)
         skipped = sight is not None and not (adds or sight.window or sight.packed)       # none is made of it
-        return own(**kwargs) if sight is None or skipped else StandIn.of(sight)
+        return own(**kwargs) if sight is None or skipped else StandIn(sight)
 
     def undo() -> None:
         if interface()[kind] is mask:

@@ -43,29 +43,12 @@ _NONE = bytes(255 for _ in range(_core.PARCEL_BYTES))        # no parcel; where 
 
 
 class Between:
-    """Begins when all ranks have an engine, and goes on until they have closed it."""
+    """Begins when all ranks have an engine, and goes on until they have closed it: it has the engine's memory, and not
+    the engine."""
 
     def __init__(self, ranks: Ranks, core: _core.Engine, device: torch.device, delay_us: int = 0) -> None:
         """All ranks make it. delay_us: for tests, waits of up to so long before everything."""
-        line = Line(core.relay(), ranks, device, delay_us)
-        self._tells = _begun(line.tell, "mt-tells")
-        self._hear = [_begun(lambda rank=rank: line.hear(rank), f"mt-hears-{rank}") for rank in ranks.spoken_for()]
-
-    def finish(self, seconds: float) -> bool:
-        """The engine is closed: all that this rank said has gone, and no thread of ours comes back to Python, which may
-        end. False: so much time has gone by."""
-        deadline = time.monotonic() + seconds
-        threads = {self._tells, *self._hear} - {threading.current_thread()}
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in threads)
-
-
-class Line:
-    """What threads have of it. It has the engine's memory, and not the engine."""
-
-    def __init__(self, relay: Any, ranks: Ranks, device: torch.device, delay_us: int) -> None:
-        self._relay, self._machines, self._delay_us = relay, ranks.machines, delay_us
+        self._relay, self._machines, self._delay_us = core.relay(), ranks.machines, delay_us
         self._group = ranks.control.carrier("between")
         self._hearers = ranks.hearers()      # of this rank, by machine
         self._turn = threading.Lock()        # held while a parcel and its bytes are sent, and for who is told
@@ -73,6 +56,17 @@ class Line:
         self._out = {hearer: way for (rank, hearer), way in ranks.ways.items() if rank == ranks.rank}
         self._into = {rank: way for (rank, hearer), way in ranks.ways.items() if hearer == ranks.rank}
         self._device = device if ranks.nccl() else torch.device("cpu")
+        self._threads = [_begun(self.tell, "mt-tells"), *(
+            _begun(lambda rank=rank: self.hear(rank), f"mt-hears-{rank}") for rank in ranks.spoken_for())]
+
+    def finish(self, seconds: float) -> bool:
+        """The engine is closed: all that this rank said has gone, and no thread of ours comes back to Python, which may
+        end. False: so much time has gone by."""
+        deadline = time.monotonic() + seconds
+        threads = set(self._threads) - {threading.current_thread()}
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
 
     def tell(self) -> None:
         last, pieces = False, Pieces(self._device, self._given_up)

@@ -6,13 +6,15 @@ many groups. This one asks nobody but its members, and goes with whoever has it.
 from __future__ import annotations
 
 import ctypes
+import itertools
+import json
 import pickle
 import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +24,6 @@ from torch import distributed as dist
 
 from .. import _core
 from ..base.errors import MegatrainError
-from .waits import Arrival, Waits, called, done
 
 PATIENCE = timedelta(minutes=30)             # a rank may fill the store while the others wait
 _LATE_S = 60.0                               # of a wait, after which it is told
@@ -33,6 +34,12 @@ _CONNECT_S, _EACH_S = 4.0, 0.05              # in which processes that are there
 _SOON_S = 0.02               # the others have come, and that is on its way here
 _CTAS = 8                                    # of NCCL's for one pair: more of them carry no more, and take more memory
 _made: Counter[str] = Counter()              # of these, by the group that they are beside
+
+LATE_S = 5.0                 # of a wait, after which it is written down
+_LOOK_S = 1.0                # between two looks; what is the same in both is taken for true
+_STAYS_S = 10.0              # that a note of a wait given up stays, so that the others see why
+_numbers = itertools.count()
+_calls = threading.local()
 
 
 class Control:
@@ -101,14 +108,11 @@ class Control:
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[:own.numel()] = own
         found = [pickle.loads(part[:n].numpy().tobytes()) for part, n in zip(self.parts(padded), sizes)]
-        self._check_calls([call for call, _ in found])
-        return [value for _, value in found]
-
-    def _check_calls(self, calls: list[str]) -> None:
-        for rank, call in enumerate(calls):
+        for rank, (call, _) in enumerate(found):
             if call and called() and call != called():
                 raise MegatrainError(f"rank {self._rank} is in {called()}, and rank {rank} in {call}: all processes "
                                      "have to call these in one order")
+        return [value for _, value in found]
 
     def parts(self, own: Tensor) -> list[Tensor]:
         """Each rank's tensor, all of one form and on the host, by rank."""
@@ -126,16 +130,6 @@ class Control:
         numbers = torch.tensor([n])
         self._wait(self._group.allreduce, [numbers], most(), what="gathers weights", away=False)
         return int(numbers)
-
-    def of_first(self, value: Any) -> Any:
-        """The first one's, in all. value: the others' do not matter."""
-        body = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        size = torch.tensor([body.numel()])
-        self.give(size)
-        if self._rank:
-            body = torch.empty(int(size), dtype=torch.uint8)
-        self.give(body)
-        return pickle.loads(body.numpy().tobytes()) if self._rank else value
 
     def give(self, t: Tensor) -> None:
         """Into t, on every rank, go the first one's values."""
@@ -269,3 +263,134 @@ def _nccl(store: Any, members: list[int], place: int, patience: timedelta, is_hi
     if max_ctas is not None:
         options.config.max_ctas = max_ctas
     return dist.ProcessGroupNCCL(store, place, len(members), options)
+
+
+# ---- processes that wait in different places ----
+
+@contextmanager
+def calling(what: str) -> Iterator[None]:
+    """In here this thread is in that call of the user's, as messages have it."""
+    before, _calls.what = called(), what
+    try:
+        yield
+    finally:
+        _calls.what = before
+
+
+def called() -> str:
+    return getattr(_calls, "what", "")
+
+
+class Waits:
+    """Finds processes that wait for each other in different places, and so in vain (csrc/core/peers.c finds dead ones).
+
+    A process that waits for longer than a few seconds writes where, and for whom, into torch.distributed's store. It
+    then reads what the others have written. One that has written nothing may yet come, and is waited for. One that
+    waits elsewhere comes only if those come whom it waits for in turn; where these are in the same case, all of them
+    give up.
+    """
+
+    def __init__(self, members: list[int]) -> None:
+        """members: by their numbers in all of torch.distributed's."""
+        self.members, self._me = members, dist.get_rank()
+        self._store = dist.PrefixStore("megatrain_torch/waits", dist.distributed_c10d._get_default_store())
+
+    def until(self, work: Any, place: str, what: str, look: Callable[[], str] = str) -> None:
+        """The work is done. place: names it, the same in all members. look: who is gone, in words; "": nobody.
+
+        Raises:
+            MegatrainError: it will never be. RuntimeError: torch.distributed's.
+        """
+        if done(work, LATE_S):
+            return
+        note = {"at": place, "what": what, "of": self.members, "n": next(_numbers)}
+        self._write(note)
+        before: dict[int, Any] = {}
+        ended = ""
+        try:
+            while not done(work, _LOOK_S):
+                if ended:
+                    raise MegatrainError(f"{ended} while rank {self._me} {what}")
+                broken = (f"rank {rank}: {n['what']}," for rank, n in self._others() if n and n.get("broke"))
+                ended = look() or next(broken, "")
+                found = self.stuck()
+                if self._me in found and found == before:
+                    elsewhere = ", ".join(f"rank {rank} {n['what']}" for rank, n in sorted(found.items())
+                                          if n["at"] != place)
+                    raise MegatrainError(
+                        f"rank {self._me} {what}, and waits for others that do not come there, but wait elsewhere: "
+                        f"{elsewhere}; all processes have to call mt.stream, mt.save and mt.load, and run backwards, "
+                        "in one order")
+                before = found
+        except BaseException:
+            timer = threading.Timer(_STAYS_S, self._clear, (note,))
+            timer.daemon = True
+            timer.start()
+            raise
+        self._write(None)
+
+    def broke(self, why: str) -> None:
+        """What this one waited for will never be: who waits for it elsewhere reads so."""
+        self._write({"at": "", "what": why, "of": [], "n": next(_numbers), "broke": True})
+
+    def _others(self) -> list[tuple[int, Any]]:
+        return [(rank, self._read(rank)) for rank in self.members if rank != self._me]
+
+    def stuck(self) -> dict[int, Any]:
+        """Notes of processes that wait in vain, as far as this one has to do with them."""
+        notes, unread = {}, list(self.members)
+        while unread:
+            if (rank := unread.pop()) not in notes:
+                notes[rank] = self._read(rank)
+                unread += notes[rank]["of"] if notes[rank] else []
+        left = {rank: note for rank, note in notes.items() if note}
+        while coming := [rank for rank, note in left.items()
+                         if not any(m in left and left[m]["at"] != note["at"] for m in note["of"])]:
+            for rank in coming:
+                del left[rank]
+        return left
+
+    def where(self) -> str:
+        """Of each other member where it waits, as far as is known."""
+        return ", ".join(f"rank {rank} {n['what'] if n else 'waits for nobody'}" for rank, n in self._others())
+
+    def _write(self, note: dict[str, Any] | None) -> None:
+        with suppress(RuntimeError):                     # the store's process is gone: they find that out elsewhere
+            self._store.set(str(self._me), json.dumps(note))
+
+    def _read(self, rank: int) -> Any:
+        with suppress(RuntimeError):
+            if self._store.check([str(rank)]):
+                return json.loads(self._store.get(str(rank)))
+        return None
+
+    def _clear(self, note: dict[str, Any]) -> None:
+        if self._read(self._me) == note:
+            self._write(None)
+
+
+class Arrival:
+    """All members have come to a place: as a piece of work of torch.distributed's. This one has, as it makes it."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, patience: timedelta) -> None:
+        self._store, self._keys = store, [f"here/{r}" for r in range(size)]
+        self._deadline = time.monotonic() + patience.total_seconds()
+        store.set(self._keys[rank], "")
+
+    def is_completed(self) -> bool:
+        return time.monotonic() > self._deadline or self._store.check(self._keys)
+
+    def wait(self, within: timedelta) -> None:
+        self._store.wait(self._keys, within)
+
+
+def done(work: Any, seconds: float) -> bool:
+    """Within so many seconds."""
+    within = timedelta(seconds=seconds)
+    try:
+        work.wait(within)
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait(within)                    # it may have ended since; else why it failed
+    return True

@@ -8,10 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import secrets
 import signal
-import socket
-import struct
 import sys
 import threading
 import time
@@ -27,7 +24,6 @@ from torch import distributed as dist
 from ..base.errors import MegatrainError
 from .control import PATIENCE, Control
 
-_COMES_S = 25.0              # until a process that does not come for the descriptor is an error: all were here just now
 _LAUNCHER_S = 1.0            # from one look for the launcher to the next
 _watching = threading.Lock() # taken for good by the first
 
@@ -96,16 +92,6 @@ class Ranks:
         for backend in backends:
             with contextlib.suppress(Exception):
                 backend.abort()
-
-    @contextmanager
-    def connected(self, device: torch.device) -> Iterator[None]:
-        """As connect; what is in there fails on all ranks or on none."""
-        try:
-            self.connect(device)
-            yield
-        except BaseException:
-            self.leave(failed=True)
-            raise
 
     def leave(self, failed: bool) -> None:
         """Gives back the groups that are its own; the ways, by which the last things go, only where that failed. Else
@@ -224,43 +210,25 @@ def as_one(ranks: Ranks | None) -> Iterator[None]:
         raise MegatrainError(f"rank {rank}: {texts[rank]}")
 
 
-# ---- one file descriptor, for all processes of a machine: the kernel hands it over through a socket (SCM_RIGHTS) ----
+# ---- one file descriptor, for all processes of a machine ----
 
 def shared(ranks: Ranks, own: int) -> int:
     """The descriptor that the machine's first rank gives as `own`; a new one in the others, who close it. Called by all
     ranks of the group.
 
     Raises:
-        MegatrainError: another process did not come, or belongs to somebody else.
+        MegatrainError: this process may not open another's.
     """
-    first, name = ranks.mates[0], f"megatrain-{secrets.token_hex(16)}"       # of no file, and guessed by nobody
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as made:
-        made.settimeout(_COMES_S)
+    first = ranks.mates[0]
+    pid, fd = ranks.gather((os.getpid(), own))[first]
+    with as_one(ranks):                      # the first has its own open until all have theirs
         if ranks.rank == first:
-            made.bind(f"\0{name}")
-            made.listen()
-        name = ranks.gather(name)[first]
-        if ranks.rank == first:
-            for _ in ranks.mates[1:]:
-                _send(made, own)
             return own
-        made.connect(f"\0{name}")
-        _, fds, _, _ = socket.recv_fds(made, 1, 1)
-    if not fds:
-        raise MegatrainError("the machine's first process gave no store: it ended")
-    return fds[0]
-
-
-def _send(listener: socket.socket, fd: int) -> None:
-    try:
-        other, _ = listener.accept()
-    except TimeoutError:
-        raise MegatrainError(f"a process of this machine did not ask for the store within {_COMES_S:.0f} s") from None
-    with other:
-        _, uid, _ = struct.unpack("3i", other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-        if uid != os.getuid():
-            raise MegatrainError(f"a process of user {uid} asked for the store, which is user {os.getuid()}'s")
-        socket.send_fds(other, [b"1"], [fd])
+        try:
+            return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise MegatrainError(f"memory of process {pid}, the machine's first, cannot be opened ({error.strerror}): "
+                                 "processes of one machine have to be one user's, and in one container") from error
 
 
 # ---- the process that started this one, and others beside it: where it is killed, nobody is left to end them ----

@@ -8,6 +8,7 @@ import warnings
 import zlib
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -60,8 +61,7 @@ def declare(rt: Runtime, asked: Asked, choices: Choices) -> None:
         rt.homes.spill_to(disk, choices.spilled, asked, doors.spill)
     if not asked.keeps:
         core.lend_most(asked.lent)
-        rt.homes.passing = frozenset(range(len(rt.units)))
-        for unit in rt.homes.passing:
+        for unit in range(len(rt.units)):
             core.pass_gradients(unit)
     core.debug(doors.skip, doors.poison, doors.sync)                 # of all that is there by now
 
@@ -72,7 +72,7 @@ def fill(rt: Runtime, groups: list[Group], origins: Origins | None, masters: boo
     """Weights in their planes; each old tensor is freed as its values are in. What is at home on the device or on disk
     goes there at once: host memory has one such unit at a time. origins: of a model that several processes stream."""
     given, files, filed = 0, Mapped(), set(units_at(rt.room.asked, "disk+weights"))
-    by_unit = rt.ranks if filed else None        # of what is filled by one rank each puts its portion into its file
+    by_unit = rt.ranks if filed else None        # of what the first has filled each puts its portion into its file
     with as_one(rt.ranks):
         for unit, own in enumerate(own_bytes(groups)):
             with as_one(by_unit):
@@ -97,10 +97,9 @@ def fill(rt: Runtime, groups: list[Group], origins: Origins | None, masters: boo
 
 def _take_over(rt: Runtime, unit: int, files: Mapped, origins: Origins | None, masters: bool) -> None:
     records = rt.units[unit]
-    if origins is None or origins.fills(unit):
-        values = [r.param.detach() if origins is None else origins.of(r) for r in records]
+    if origins is None or origins.fills:
         with torch.no_grad():
-            for hi, value in files.fill([(r.over(r.memory("HI", True), "HI"), v) for r, v in zip(records, values)]):
+            for hi, value in files.fill([(r.over(r.memory("HI", True), "HI"), r.param.detach()) for r in records]):
                 hi.copy_(value)
     # Parameters whose fp32 values are more than the store keeps of them.
     rounded = [r for r in records if masters and (p := r.param).dtype == torch.float32 and p.requires_grad
@@ -157,74 +156,56 @@ def _restore(r: Record) -> None:
 
 
 class Origins:
-    """Where several processes have the values of a model from that is about to be streamed: the machine's first.
+    """Where several processes have the values of a model from that is about to be streamed: the machine's first, which
+    fills all units.
 
-    Where its parameters are a file's bytes, all processes of the machine fill units in turn, each from that file. What
-    it has in memory it fills alone. The others need no values: they may have left their parameters on the meta device,
-    on which nothing of the model is left when this is made. All ranks make it, when nothing is refused any more.
+    The others need no values: they may have left their parameters on the meta device, on which nothing of the model is
+    left when this is made. All ranks make it, when nothing is refused any more.
     """
 
     def __init__(self, ranks: Ranks, module: nn.Module, groups: list[Group]) -> None:
-        self._ranks, self._first = ranks, ranks.mates[0]
+        self._ranks, self.fills = ranks, ranks.rank == ranks.mates[0]
         params, files = [p for _, own in groups for _, p in own], Mapped()
-        own = [None if p.is_meta else files.source(p.detach()) for p in params]
-        every = ranks.gather((own, [p.is_meta for p in params], sum(own_bytes(groups))))
-        self._at: dict[int, Place | None] = dict(zip(map(id, params), every[self._first][0]))
-        self._mine = {id(p) for p, place in zip(params, own) if place is not None and place == self._at[id(p)]}
-        away = {place[0] for key, place in self._at.items() if place is not None and key not in self._mine}
-        self._files = {}
-        for path in away:                        # at once: who fills a unit looks for them
-            with open(path, "rb") as file:
-                self._files[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        self._turns: list[int] = []              # who fills which unit
-        at, first = 0, every[self._first][0]
-        for unit, (_, of) in enumerate(groups):
-            span = range(at, at + len(of))
-            able = [mate for mate in ranks.mates if all(
-                first[i] is not None and (every[mate][1][i] or every[mate][0][i] == first[i]) for i in span)]
-            self._turns.append(able[unit % len(able)] if able else self._first)
-            at += len(of)
-        made = [every[rank][2] for rank in ranks.mates if not any(every[rank][1])]       # bytes, by who has values
-        if ranks.rank == self._first and len(made) > 1 and sum(made) - max(made) >= _MANY_BYTES:
+        places = [files.source(p.detach()) for p in params] if self.fills else []
+        every = ranks.gather((places, any(p.is_meta for p in params), sum(own_bytes(groups))))
+        self._at: dict[int, Place | None] = dict(zip(map(id, params), every[ranks.mates[0]][0]))
+        made = [every[rank][2] for rank in ranks.mates if not every[rank][1]]        # bytes, by who has values
+        if self.fills and len(made) > 1 and sum(made) - max(made) >= _MANY_BYTES:
             warnings.warn(f"{len(made)} processes of this machine made the model, each in {show_bytes(max(made))} of "
                           "its own memory, which it has given back now: mt.from_pretrained makes it once, or leave it "
                           "on the meta device (with torch.device('meta'): ...) where LOCAL_RANK is not 0",
                           RuntimeWarning, stacklevel=2)
         _give_memory(module, params)
 
-    def fills(self, unit: int) -> bool:
-        """Does this process put the unit's values into the store?"""
-        return self._turns[unit] == self._ranks.rank
-
-    def of(self, r: Record) -> Tensor:
-        """[shape] The values; where another process has them, and this one does not fill the unit, no values."""
-        like, place = r.param, self._at[id(r.param)]
-        if place is None or id(like) in self._mine:
-            return like.detach()
-        path, at = place
-        return torch.frombuffer(self._files[path], dtype=like.dtype, count=like.numel(), offset=at).view(like.shape)
-
     def exact(self, records: list[Record]) -> list[Tensor]:
-        """Values of a unit's parameters, in each process; all call it, for the same."""
-        own = [self.of(r) for r in records]
-        return own if all(self._at[id(r.param)] is not None for r in records) else _in_common(self._ranks, own)
+        """Values of a unit's parameters, in each process; all call it, for the same. Those of files stay there."""
+        places = [self._at[id(r.param)] for r in records]
+        if self.fills or None in places:
+            own = [r.param.detach() for r in records]
+            return _in_common(self._ranks, own) if None in places else own
+        return [_mapped(place, r.param) for r, place in zip(records, places)]
 
     def everywhere(self, units: list[list[Record]]) -> None:
         """Weights are those of the first process of all, on each machine, when this is called by all and they are in
         their planes: what another machine had otherwise is replaced."""
-        sums: dict[int, set[int]] = {}
-        for found in self._ranks.gather({u: _sum(records) for u, records in enumerate(units) if self.fills(u)}):
-            for unit, crc in found.items():
-                sums.setdefault(unit, set()).add(crc)
-        for unit in sorted(unit for unit, found in sums.items() if len(found) > 1):
-            for r in units[unit]:
+        found = self._ranks.gather([_sum(records) for records in units] if self.fills else None)
+        for records, sums in zip(units, zip(*(own for own in found if own is not None))):
+            if len(set(sums)) == 1:
+                continue
+            for r in records:
                 self._ranks.control.give(r.over(r.memory("HI", True), "HI"))
-            if exact := [r for r in units[unit] if r.exact is not None]:
+            if exact := [r for r in records if r.exact is not None]:
                 values = [r.exact.clone(memory_format=torch.contiguous_format) for r in exact]
                 for value in values:
                     self._ranks.control.give(value)
                 for r, value in zip(exact, _in_common(self._ranks, values)):
                     r.exact = value
+
+
+def _mapped(place: Place, like: Tensor) -> Tensor:
+    path, at = place
+    found = torch.from_numpy(np.memmap(path, mode="c", offset=at, shape=(like.nbytes,)))
+    return found.view(like.dtype).view(like.shape)
 
 
 def _sum(records: list[Record]) -> int:

@@ -50,11 +50,8 @@ class Homes:
         self._model, self.core, self._mates = model, core, mates
         self.settled: dict[int, int] = {}                # units that live on the device, and their slots
         self.arrivals = Arrivals(model.itself(), ())     # of those the ones whose states come and leave
-        self.within: set[int] = set()                    # of those the ones that processes copy from each other's slots
         self.on_disk: frozenset[int] = frozenset()       # units whose states are in a file
         self.filed: set[int] = set()                     # of these the ones whose weights are there too by now
-        self.passing: frozenset[int] = frozenset()       # units whose gradients are kept nowhere
-        self.files: list[weakref.finalize] = []          # what takes names of files
 
     def away(self, unit: int) -> bool:
         """The unit's weights are at home on the device or on disk: those in host memory are copies."""
@@ -84,11 +81,11 @@ class Homes:
         units, sent = sorted(self.settled), not self._model.is_cuda or ranks.nccl()
         names = ranks.gather([self.core.slot_name(unit) if sent or not ranks.apart else b"" for unit in units])
         within = [self.core.reach(unit, b"".join(of)) for unit, of in zip(units, zip(*names))]
-        self.within = {unit for unit, *found in zip(units, *ranks.gather(within)) if all(found)}
-        for unit in self.settled.keys() - self.within:
-            self.core.reach(unit, b"")
+        for unit, *found in zip(units, *ranks.gather(within)):
+            if not all(found):
+                self.core.reach(unit, b"")
 
-    # Files lose their names with the process at the latest. sizes: tests' own.
+    # Files have no names, and go with the process at the latest. sizes: tests' own.
 
     def keep_on_disk(self, disk: Disk, asked: Asked, sizes: Mapping[str, int]) -> None:
         """States of the units that are at home on disk go to a file, and some of their weights."""
@@ -97,7 +94,6 @@ class Homes:
         usual = {"buffers": BUFFERS, "buffer_bytes": BUFFER_BYTES, "threads": THREADS}
         self.core.disk(disk.path, units, weights, limit=limit, **{**usual, **sizes})
         self.on_disk = frozenset(units) | frozenset(weights)
-        self.files.append(weakref.finalize(self, self.core.disk_unname))
 
     def file_weights(self, unit: int) -> None:
         """Weights that were put into the unit's plane go to the file; `take` gives their memory back."""
@@ -109,7 +105,6 @@ class Homes:
         limit = 0 if disk.limit is None else max((disk.limit - file_bytes(asked)) // self._mates, 1)
         nbytes = -(-nbytes // self._mates)
         self.core.swap_disk(disk.path, nbytes, limit, **{"bays": BAYS, "threads": THREADS, **sizes})
-        self.files.append(weakref.finalize(self, self.core.disk_unname))
 
 
 # ---- a plan is put into force; who calls holds the model's door: no other thread is in it ----

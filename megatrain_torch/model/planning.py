@@ -31,8 +31,8 @@ from ..base.errors import MegatrainError
 from ..base.limits import show_bytes
 from ..base.modes import read
 from ..fused.layer import wanted
+from ..group.control import calling
 from ..group.ranks import Ranks, as_one
-from ..group.waits import calling
 from ..plans.machine import Machine, resolve
 from ..plans.planner import Plan, own_code, plan
 from ..plans.tally import PLANES_OF
@@ -73,11 +73,7 @@ class Pass:
 
     def grade_above(self, base: Pass) -> Pass:
         """The shortest grade that has as many tokens; grades are counted from `base`."""
-        at = 0
-        while base.tokens * 2 ** (at / GRADES) < self.tokens:
-            at += 1
-        while base.tokens * 2 ** ((at - 1) / GRADES) >= self.tokens:
-            at -= 1
+        at = math.ceil(GRADES * math.log2(self.tokens / base.tokens))
         return self.with_tokens(max(round(base.tokens * 2 ** (at / GRADES)), self.tokens))
 
 

@@ -77,7 +77,6 @@ class Runtime:
         self.planning: Planning | None = None                # of a loop that nobody has planned
         self.trace: Any = UNTRACED                           # mt.trace's, while it is on
         self.broken = ""                                     # why it is not to be run: a load or a move failed half-way
-        self.given = 0                                       # places of parameters with something else: functional_call
         # What trials of templates gave, by reading, and why code could not be followed, by window and call.
         self.looked: dict[Any, str] = {}
         self.checkpointing: list[weakref.ref[nn.Module]] = []        # modules whose own checkpointing windows do
@@ -114,10 +113,8 @@ class Runtime:
             pass
 
     def close(self) -> None:
-        """Gives everything back: files lose their names while there is an engine that knows them."""
+        """Gives everything back."""
         self.cap.close()
-        for unname in self.homes.files:
-            unname()
         if self.exchange is not None:
             self.exchange.close()
         self.core.close()

@@ -34,8 +34,8 @@ from ..base.units import group as grouped
 from ..fused.layer import codable
 from ..graph.exchange import Exchange
 from ..group.between import Between
+from ..group.control import calling
 from ..group.ranks import Ranks, as_one, ranks_of, shared, watch_torchrun
-from ..group.waits import calling
 from ..plans.planner import Plan
 from ..plans.room import Room, shortage
 from ..plans.shapes import shaped
@@ -76,8 +76,8 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
         host: limit for host memory: weights, gradients and AdamW's states. None: what is free, by all limits that
             `megatrain doctor` prints. mt.stream checks it for the weights, mt.AdamW for its states.
         nvme: directory for states, weights and activations that host memory does not hold; or {"path": directory,
-            "limit": "200GiB"}, of all processes of a machine. mt.unstream, or the end of the process, removes the
-            files. After a crash the next run with this directory does. Files of several processes have no names.
+            "limit": "200GiB"}, of all processes of a machine. The files have no names, and go with
+            mt.unstream or the end of the process, in whatever way it ends.
         states: format in which mt.AdamW will keep its states, so that limits and plans count them. None: as mt.AdamW
             is told.
         dtype: convert floating parameters to this type; None: each keeps its own.
@@ -115,8 +115,14 @@ def stream_of(ranks: Ranks | None, module: nn.Module, device: str | torch.device
     """mt.stream by these processes. asked: of choices.choose."""
     with as_one(ranks):
         where = compute_device(device)
-    with contextlib.nullcontext() if ranks is None else ranks.connected(where):
+    try:
+        if ranks is not None:
+            ranks.connect(where)
         _stream(ranks, module, where, masters, reduce, asked)
+    except BaseException:
+        if ranks is not None:
+            ranks.leave(failed=True)
+        raise
 
 
 def _stream(ranks: Ranks | None, module: nn.Module, where: torch.device, masters: bool, reduce: str,
@@ -165,7 +171,10 @@ def _stream(ranks: Ranks | None, module: nn.Module, where: torch.device, masters
             move_buffers(rt, m)
         rt.keeps.plan = choices.plan
         if ranks is not None:
-            same_buffers(ranks, module)
+            own = list(module.buffers())         # the first rank's from now on, as weights are
+            for buffer, is_meta in zip(own, ranks.gather([b.is_meta for b in own])[0]):
+                if not is_meta:
+                    ranks.control.give(buffer)
             rt.homes.reach(ranks)
         rt.warn_unlocked()
     except BaseException:
@@ -423,15 +432,6 @@ def _node(index: int) -> int:
         name = f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"
         return int(Path(f"/sys/bus/pci/devices/{name}/numa_node").read_text())
     return -1
-
-
-def same_buffers(ranks: Ranks, module: nn.Module) -> None:
-    """Buffers are the first rank's from now on, as weights are."""
-    own = list(module.buffers())
-    there = ranks.control.of_first([b.is_meta for b in own])
-    for buffer, meta in zip(own, there):
-        if not meta:
-            ranks.control.give(buffer)
 
 
 def leaves_in_order(core: _core.Engine, ranks: Ranks, machines: Between | None) -> None:

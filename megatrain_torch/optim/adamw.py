@@ -440,7 +440,7 @@ class AdamW(torch.optim.Optimizer):
                                  "use one optimizer")
         stored.follow_weight(record)
         record.exact, record.master_writes = None, record.writes
-        if not passing and record.unit in rt.homes.passing:
+        if not (passing or rt.room.asked.keeps):
             raise MegatrainError(f"{record.name}: it has a .grad of its own, and plan={{'grads': 'none'}} has no place "
                                  "for one: no hooks on the parameter, no arithmetic on it outside of the model")
         address, changed = (0, record.written) if passing or late else stored.source_of(record)
@@ -498,7 +498,7 @@ class AdamW(torch.optim.Optimizer):
                 if r.pid in self._done:
                     raise MegatrainError(f"{r.name}: a second backward before step(); in_backward=True updates at "
                                          "every backward, so accumulate with in_backward=False")
-                work = self._work(r.param, _numbers(groups[r.param]), unit in r.runtime.homes.passing)
+                work = self._work(r.param, _numbers(groups[r.param]), not r.runtime.room.asked.keeps)
                 works += [] if work is None else [work]
         if not works:
             return

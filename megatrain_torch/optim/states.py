@@ -356,7 +356,7 @@ def check_used(record: Record) -> None:
     grad = gradient.standing(record)
     if grad is None or grad is record.late:
         return
-    same = record.unit not in record.runtime.homes.passing
+    same = record.runtime.room.asked.keeps
     if same:
         copied = record.runtime.handover.copied.get(record.unit, {}).get(record)
         used = record.view("GRAD") if copied is None else copied

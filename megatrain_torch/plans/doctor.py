@@ -35,6 +35,7 @@ from ..base.limits import device_taken, host_limits, resident_bytes
 from ..base.modes import FORMATS, LEAST_CAPABILITY, LOW_BYTES, moved_bytes
 from ..figures.tables import as_text
 from ..fused.templates.attention import Attention
+from ..store.disk import Disk
 from .cards import MEASURED
 from .machine import RATES, Machine, describe, store_path
 from .tally import ADDED_BYTES, host_rate
@@ -332,12 +333,11 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
         one = bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", 0))
     if disk is not None:
         say("disk")
-        nbytes = min(sizes.disk_bytes, _core.disk_room(disk) // 4)
+        nbytes = min(sizes.disk_bytes, Disk(disk).room() // 4)
         found = _core.disk_measure(disk, nbytes, each=min(32 << 20, nbytes // 16 // 4096 * 4096))
         rates |= {f"disk_{way}_gbps": found[way] / 1e9 for way in ("read", "write", "both")}
         rates["disk_tbw"] = 0.0                          # its rating is in no file; who knows it says disk_tbw=
-    # What follows from AdamW's rate; what several GPUs have, until they are measured (the network stays); a drive that
-    # no `disk` named.
+    # Not measured here: what follows from AdamW's rate, what several GPUs have, a drive that no `disk` named.
     origins = [("add_gparams", "assumed"), *((rate, "assumed") for rate in RATES[-5:]),
                *((rate, "published") for rate in RATES if rate.startswith("disk_") and disk is None)]
     versions = {"torch": torch.__version__, "cuda": str(torch.version.cuda), "megatrain_torch": _core.__version__}

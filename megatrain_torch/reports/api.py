@@ -21,7 +21,7 @@ from ..optim.states import master
 from ..plans.machine import Machine
 from ..plans.tally import PLANES_OF
 from ..store.bases import BASES
-from ..store.disk import SPILLED
+from ..store.disk import SPILLED, Disk
 from ..store.state import enter, in_backward, leave
 
 
@@ -120,7 +120,7 @@ def storage(model: nn.Module) -> Storage:
     if files:
         parts = {what: file[1] for what, file in files.items()}
         path = str(Path(next(iter(files.values()))[0]).parent)
-        tiers.append(("disk", parts, sum(parts.values()) + _core.disk_room(path)))
+        tiers.append(("disk", parts, sum(parts.values()) + Disk(path).room()))
     held = [(title, {what: n for what, n in parts.items() if n}, most) for title, parts, most in tiers]
     return Storage(type(rt.root()).__name__, dict(Counter(rt.room.asked.homes)), held)
 

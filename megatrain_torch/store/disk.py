@@ -2,15 +2,15 @@
 
 `mt.stream(model, nvme="/scratch")` keeps masters and moments of units at home on "disk" in one scratch file there, and
 weights of those at home on "disk+weights" (csrc/core/disk.h), and what windows with "+disk" keep in another
-(csrc/core/swap.h); the files go with the model, or with the process, or, after a crash, with the next run.
+(csrc/core/swap.h); the files have no names, and go with the model, or with the process.
 """
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import _core
 from ..base.errors import MegatrainError
 from ..base.limits import parse_bytes, show_bytes, show_size
 from ..base.modes import DISKS
@@ -51,10 +51,14 @@ class Disk:
         return Disk(str(given.get("path", "")), parse_bytes(given.get("limit"), "nvme limit"))
 
     def room(self) -> int:
-        """Bytes that may be taken now, once what crashed processes left is removed; without a path the limit."""
+        """Bytes that may be taken now; without a path the limit."""
         if not self.path:
             return self.limit or 0
-        free = _core.disk_room(self.path)
+        try:
+            free = shutil.disk_usage(f"{self.path}/.").free         # which only a directory has
+        except OSError as error:
+            raise MegatrainError(f"nvme: {self.path}: {error.strerror}; name a directory that is there and may be "
+                                 "written") from None
         return free if self.limit is None else min(free, self.limit)
 
 
@@ -71,7 +75,7 @@ def check_room(asked: Asked, disk: Disk | None, spills: bool = False, spilled: i
     if disk is None or not disk.path:
         what = "homes has units on 'disk'" if units else "activations has windows with '+disk'"
         raise MegatrainError(f"plan: {what}: give mt.stream the directory, nvme='/path'")
-    need, free = file_bytes(asked) + spilled, _core.disk_room(disk.path)
+    need, free = file_bytes(asked) + spilled, Disk(disk.path).room()
     words = [f"AdamW's states of {units} units" + " and weights" * ("disk+weights" in asked.homes)] * bool(units) \
         + ["what windows keep"] * bool(spilled)
     what = f"nvme={disk.path!r}: {' and '.join(words)} need {show_bytes(need)} there and"

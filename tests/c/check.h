@@ -191,6 +191,22 @@ static inline double seconds_now(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+/* Where a scratch file in the directory, which has no name, can be opened; NULL: this process has
+ * none there. */
+static inline const char *scratch_of(const char *dir)
+{
+    static char path[64];
+    char        name[512];
+
+    for (int fd = 3; fd < 64; fd++) {
+        snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+        ssize_t n = readlink(path, name, sizeof name - 1);
+        if (n > (ssize_t)strlen(dir) && strncmp(name, dir, strlen(dir)) == 0)
+            return path;
+    }
+    return NULL;
+}
+
 static inline pthread_t thread_start(void *(*run)(void *), void *arg)
 {
     pthread_t thread;

@@ -2,10 +2,7 @@
  * and what is left behind. */
 #include "check.h"
 #include "../../csrc/io/file.h"
-#include "../../csrc/io/manifest.h"
 #include "../../csrc/io/sum.h"
-
-#include <sys/utsname.h>
 
 #define PAGE  MT_BLOCK_ALIGN
 #define BLOCK MT_BLOCK_BYTES
@@ -20,14 +17,6 @@ static void enter(void)
 
     snprintf(here, sizeof here, "%s/mt_test_file.XXXXXX", tmp != NULL ? tmp : "/tmp");
     REQUIRE(mkdtemp(here) != NULL);
-}
-
-static const char *in(const char *name)
-{
-    static char path[512];
-
-    snprintf(path, sizeof path, "%s/%s", here, name);
-    return path;
 }
 
 static int entries(void)
@@ -113,20 +102,6 @@ static void fill(char *p, size_t bytes, unsigned seed)
 
         memcpy(p + i, &word, sizeof word);
     }
-}
-
-static const char *only_states(void)
-{
-    static char    path[512];
-    DIR           *d = opendir(here);
-    struct dirent *e;
-
-    path[0] = 0;
-    while ((e = readdir(d)) != NULL)
-        if (strstr(e->d_name, MT_MANIFEST_STATES) != NULL)
-            snprintf(path, sizeof path, "%s/%.200s", here, e->d_name);
-    closedir(d);
-    return path;
 }
 
 /* ---- calls that fail --------------------------------------------------------------------- */
@@ -321,12 +296,12 @@ FILE_TEST(a_flipped_byte_and_a_cut_file_are_told_by_path_and_offset)
     f = opened(SOFT, 0, 0);                         /* through the page cache, as the change is */
     CHECK_OK(mt_file_blocks(f)->ops->take(mt_file_blocks(f), 3 * BLOCK, &at));
     CHECK_OK(now(f, &m, 1, at, p, 3 * BLOCK, sums));
-    int fd = open(only_states(), O_RDWR);
+    int fd = open(scratch_of(here), O_RDWR);
     REQUIRE(fd >= 0);
     CHECK_EQ(pwrite(fd, &bad, 1, (off_t)(at + BLOCK + 77)), 1);
     CHECK_EQ(now(f, &m, 0, at, p, 3 * BLOCK, sums), MT_EDISK);
     CHECK_EQ(m.r.bad_at, at + BLOCK);
-    CHECK_HAS(m.r.text, only_states());
+    CHECK_HAS(m.r.text, here);
     CHECK_HAS(m.r.text, "offset 4194304 are not those");
     CHECK_EQ(ftruncate(fd, (off_t)(at + 2 * BLOCK + PAGE)), 0);
     CHECK_EQ(now(f, &m, 0, at + 2 * BLOCK, p, BLOCK, &sums[2]), MT_EDISK);
@@ -365,11 +340,9 @@ TEST(the_nth_failing_transfer_is_told)
 
 FILE_TEST(a_full_disk_is_known_before_and_a_limit_holds)
 {
-    uint64_t at, room;
+    uint64_t at;
     mt_file *f;
 
-    CHECK_OK(mt_file_room(here, &room));
-    CHECK(room > BLOCK);
     f = opened(NO_SPACE, 1, 0);                 /* the first is the page that direct is tried on */
     CHECK_FAILS(mt_file_reserve(f, 8 * BLOCK), MT_EDISK, here);
     CHECK_SAYS(strerror(ENOSPC));
@@ -381,133 +354,27 @@ FILE_TEST(a_full_disk_is_known_before_and_a_limit_holds)
     CHECK_EQ(mt_file_blocks(f)->ops->take(mt_file_blocks(f), 1, &at), MT_EDISK);
     CHECK_SAYS("the limit is 8388608");
     mt_file_close(f);
-    CHECK_EQ(mt_file_room("/nonexistent/path", &room), MT_EDISK);
     CHECK_FAILS(mt_file_open("/nonexistent/path", 0, 1, NULL, &f), MT_EDISK, "/nonexistent/path");
     CHECK_EQ(mt_file_open("", 0, 1, NULL, &f), MT_EINVAL);
 }
 
-FILE_TEST(a_file_without_a_name_goes_on)
+FILE_TEST(a_file_has_no_name_and_goes_with_its_descriptor)
 {
     uint64_t sums[1] = { 0 }, at;
     moved    m;
 
     FREED char *p = memory(PAGE);
-    mt_file *f = opened(NOTHING, 0, 0);
+    mt_file *f = opened(NOTHING, 0, 0), *g = opened(NOTHING, 0, 0);
     CHECK_OK(mt_file_reserve(f, PAGE));
-    CHECK_EQ(entries(), 2);
-    CHECK_OK(mt_file_blocks(f)->ops->take(mt_file_blocks(f), PAGE, &at));
-    mt_file_unname(f);
     CHECK_EQ(entries(), 0);
+    CHECK(scratch_of(here) != NULL);
+    CHECK_OK(mt_file_blocks(f)->ops->take(mt_file_blocks(f), PAGE, &at));
     CHECK_OK(now(f, &m, 1, at, p, PAGE, sums));
     CHECK_OK(now(f, &m, 0, at, p, PAGE, sums));
     mt_file_close(f);
-    mt_file_close(NULL);
-}
-
-static void put_file(const char *name, const char *text)
-{
-    FILE *f = fopen(in(name), "w");
-
-    REQUIRE(f != NULL);
-    fputs(text, f);
-    fclose(f);
-}
-
-static int there(const char *name)
-{
-    return access(in(name), F_OK) == 0;
-}
-
-/* The number of a process that is no more, which the kernel has given to no other yet. */
-static long dead(void)
-{
-    pid_t pid = fork();
-
-    if (pid == 0)
-        _exit(0);
-    REQUIRE(waitpid(pid, NULL, 0) == pid);
-    return (long)pid;
-}
-
-FILE_TEST(what_crashed_processes_left_goes_and_what_lives_stays)
-{
-    struct utsname about;
-    char           text[300];
-    uint64_t       room;
-    mt_file       *f, *g;
-
-    f = opened(NOTHING, 0, 0);                  /* lives, and is locked */
-    REQUIRE(uname(&about) == 0);
-    snprintf(text, sizeof text, "{\"pid\": %ld, \"started\": 5, \"boot\": \"x\", "
-             "\"host\": \"%.64s\", \"file\": \"?\"}", dead(), about.nodename);
-    put_file("megatrain-1-0.json", text);       /* crashed: nobody locks it */
-    put_file("megatrain-1-0.states", "left");
-    put_file("megatrain-1-1.json", text);       /* crashed after the first half of its removal */
-    put_file("megatrain-1-2.states", "no manifest: nobody says that it is ours");
-    put_file("other.json", text);
-    put_file("megatrain-1-3.json", "not a manifest, and no states");
-    CHECK_OK(mt_file_room(here, &room));
-    CHECK(!there("megatrain-1-0.json") && !there("megatrain-1-0.states") &&
-          !there("megatrain-1-1.json"));
-    CHECK(there("megatrain-1-2.states") && there("other.json") && there("megatrain-1-3.json"));
-    CHECK_EQ(entries(), 5);
-    g = opened(NOTHING, 0, 0);                           /* sweeps too; another number */
-    CHECK_EQ(entries(), 7);
-    mt_file_close(f);
     mt_file_close(g);
-    CHECK_EQ(entries(), 3);
-    unlink(in("megatrain-1-2.states"));
-    unlink(in("megatrain-1-3.json"));
-    unlink(in("other.json"));
-}
-
-/* Where a file system knows no locks the process decides: its number, its start,
- * the boot and the host. */
-FILE_TEST(a_process_is_told_by_its_number_its_start_the_boot_and_the_host)
-{
-    char     name[64], text[300], wrong_start[300];
-    uint64_t room;
-
-    mt_file *f = opened(NOTHING, 0, 0);
-    snprintf(name, sizeof name, "megatrain-%ld-0.json", (long)getpid());
-    FILE *m = fopen(in(name), "r");
-    REQUIRE(m != NULL && fgets(text, sizeof text, m) != NULL);
-    fclose(m);
-    CHECK_HAS(text, ".states\", \"bytes\": 0}");
-    put_file("megatrain-2-0.json", text);       /* no states: so no lock, and the text decides */
-    CHECK_OK(mt_file_room(here, &room));
-    CHECK(there("megatrain-2-0.json"));
-    snprintf(wrong_start, sizeof wrong_start, "%s", text);
-    *(strstr(wrong_start, "\"started\": ") + 11) ^= 1;
-    put_file("megatrain-2-0.json", wrong_start);
-    CHECK_OK(mt_file_room(here, &room));
-    CHECK(!there("megatrain-2-0.json"));
-    *(strstr(text, "\"boot\": \"") + 9) ^= 1;
-    put_file("megatrain-2-0.json", text);
-    CHECK_OK(mt_file_room(here, &room));
-    CHECK(!there("megatrain-2-0.json"));
-    *(strstr(text, "\"host\": \"") + 9) ^= 1;    /* another machine's, whose boots are others */
-    put_file("megatrain-2-0.json", text);
-    CHECK_OK(mt_file_room(here, &room));
-    CHECK(there("megatrain-2-0.json"));
-    unlink(in("megatrain-2-0.json"));
-    mt_file_close(f);
-}
-
-FILE_TEST(a_child_leaves_the_file_of_its_parent_alone)
-{
-    int status = 1;
-
-    mt_file *f = opened(NOTHING, 0, 0);
-    pid_t pid = fork();
-    if (pid == 0) {
-        mt_file_unname(f);
-        _exit(0);
-    }
-    REQUIRE(waitpid(pid, &status, 0) == pid);
-    CHECK_EQ(status, 0);
-    CHECK_EQ(entries(), 2);
-    mt_file_close(f);
+    mt_file_close(NULL);
+    CHECK(scratch_of(here) == NULL);
 }
 
 FILE_TEST(a_signal_does_not_end_the_search_for_room)
@@ -542,7 +409,6 @@ FILE_TEST(while_room_is_looked_for_the_file_is_used)
     CHECK(mt_file_stats_get(f).bytes < 2 * BLOCK);
     CHECK_OK(now(f, &m, 1, at, p, PAGE, &sum));
     CHECK_OK(now(f, &m, 0, at, p, PAGE, &sum));
-    mt_file_unname(f);
     atomic_store(&fault.left, 0);
     thread_join(thread);
     CHECK_EQ(mt_file_stats_get(f).bytes, 2 * BLOCK);
@@ -563,27 +429,13 @@ static void *looks(void *arg)
     return NULL;
 }
 
-/* 1: this process has a descriptor of a file in the directory. */
-static int has_descriptor(void)
-{
-    char path[64], name[512];
-
-    for (int fd = 3; fd < 64; fd++) {
-        snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
-        ssize_t n = readlink(path, name, sizeof name - 1);
-        if (n > 0 && strncmp(name, here, strlen(here)) == 0)
-            return 1;
-    }
-    return 0;
-}
-
 /* Whatever lock another thread had at that moment: it is not there to let go of it. */
 FILE_TEST(children_of_any_moment_end_and_have_no_descriptor)
 {
     looker l = { 0 };
 
     l.f = opened(NOTHING, 0, 0);
-    CHECK(has_descriptor());
+    CHECK(scratch_of(here) != NULL);
     pthread_t thread = thread_start(looks, &l);
     for (int i = 0; i < 40; i++) {
         int   status = 1;
@@ -591,16 +443,15 @@ FILE_TEST(children_of_any_moment_end_and_have_no_descriptor)
 
         if (pid == 0) {
             alarm(20);
-            mt_file_unname(l.f);
             mt_file_close(l.f);
-            _exit(has_descriptor());
+            _exit(scratch_of(here) != NULL);
         }
         REQUIRE(waitpid(pid, &status, 0) == pid);
         CHECK_EQ(status, 0);
     }
     atomic_store(&l.stop, 1);
     thread_join(thread);
-    CHECK_EQ(entries(), 2);
+    CHECK(scratch_of(here) != NULL);
     mt_file_close(l.f);
 }
 
