@@ -24,7 +24,7 @@ import torch
 
 from megatrain_torch import MegatrainError
 
-from . import models, records
+from . import records
 from .records import Chat, Record, Template
 from .settings import Settings, say
 
@@ -39,6 +39,14 @@ AT_ONCE = 4                          # passages: the tokenizer takes them on thr
 NEEDED = {"dpo": ("chosen", "rejected"), "orpo": ("prompt", "chosen", "rejected"), "reward": ("chosen", "rejected"),
           "kto": ("prompt", "completion", "label"), "grpo": ("prompt",)}
 IGNORED = -100                       # a label that is no target, torch's own
+# Kinds of models in which documents of one row, told apart by position_ids alone, do not see each other:
+# tests/test_cli.py asks them. Others get rows of one document each.
+SEPARATE = frozenset("""
+    apertus arcee bitnet cohere cohere2 cwm deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe exaone4 flex_olmo gemma
+    gemma2 gemma3 gemma3_text gemma4 gemma4_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox granite granitemoe
+    granitemoeshared helium llama llama4_text minimax_m2 ministral ministral3 mistral mixtral nanochat nemotron olmo
+    olmo2 olmo3 olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm
+    starcoder2 vaultgemma""".split())
 LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
@@ -422,6 +430,7 @@ def difference(then: dict[str, Any], now: dict[str, Any]) -> str:
             if a.get("weight") != b["weight"]:
                 return f"{b['name']} has a weight of {b['weight']} now, and had {a.get('weight')}"
     changed = [name for name in SAID if then.get(name) != now.get(name)]
+    changed += ["rows"] * (then.get("rows", now.get("rows")) != now.get("rows"))
     return f"{changed[0]} is {now.get(changed[0])} now, and was {then.get(changed[0])}" if changed else ""
 
 
@@ -454,14 +463,13 @@ class _NoRow(dict):
 @dataclass(frozen=True, eq=False)
 class Rows(torch.utils.data.Dataset):
     """ids: [rows, seq], of two bytes where they fit; learned, begins: [rows, seq] bool: what is a target, where a
-    document's positions start again. cut: documents that lost their end, being longer than a row; shared: rows with
-    several documents; alone: there were to be none."""
+    document's positions start again. cut: documents that lost their end, being longer than a row. alone: no row has
+    several documents."""
 
     ids: np.ndarray
     learned: np.ndarray
     begins: np.ndarray
     cut: int = 0
-    shared: int = 0
     alone: bool = False
 
     def __len__(self) -> int:
@@ -524,16 +532,21 @@ def packed(found: Sequence[Document], seq: int, filler: int, alone: bool = False
             at += len(part)
         if at < seq:
             begins[row, at] = True
-    cut, shared = sum(d.whole and len(d) > seq for d in found), sum(len(parts) > 1 for parts in plan)
-    return Rows(ids, learned, begins, cut, shared, alone)
+    return Rows(ids, learned, begins, sum(d.whole and len(d) > seq for d in found), alone)
 
 
-def rows_of(settings: Settings, tokenizer: Any, parts: tuple[list[Document], list[Document]], alone: bool = False
+def rows_of(settings: Settings, tokenizer: Any, parts: tuple[list[Document], list[Document]], kind: str
             ) -> tuple[Rows, Rows]:
-    """Of what is trained, and of what is held out. Raises: MegatrainError: nothing is to be learned."""
+    """Of what is trained, and of what is held out. kind: the model's, as its config has it.
+    Raises: MegatrainError: nothing is to be learned."""
     seq, filler = settings.seq, next((t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id) if t is not None), 0)
-    train, held = (packed(part, seq, filler, alone) for part in parts)
+    train, held = (packed(part, seq, filler, kind not in SEPARATE) for part in parts)
     if train.targets:
+        if train.alone:
+            say(f"documents in one row of a model of kind {kind} may see each other, so each has rows of its own, "
+                f"filled up at the end: {len(train)} rows")
+        if cut := train.cut + held.cut:
+            say(f"{cut} conversations are longer than {seq} tokens and lost their end; --seq makes room")
         return train, held
     found = [part for d in parts[0] for part in d.parts]
     if found and all(d.whole and not d.trained[1:seq].any() for d in found):
@@ -543,17 +556,6 @@ def rows_of(settings: Settings, tokenizer: Any, parts: tuple[list[Document], lis
     tokens, aside = (sum(map(len, part)) for part in parts)
     raise MegatrainError(f"of {tokens} tokens, in rows of {seq} (--seq), none is to be learned; {aside} more are held "
                          "out (--validation)")
-
-
-def fitted(model: Any, settings: Settings, tokenizer: Any, parts: tuple[list[Document], list[Document]],
-           rows: tuple[Rows, Rows], flat: bool) -> tuple[Rows, Rows]:
-    """Rows, as rows_of packs them, or, where the model would see other documents in them, of one document each."""
-    if (flat or any(some.shared for some in rows)) and (why := models.why_alone(model, settings.seq, collate(flat))):
-        many, rows = len(rows[0]), rows_of(settings, tokenizer, parts, alone=True)
-        say(f"{why}; so each has rows of its own, filled up at the end: {len(rows[0])} rows, not {many}")
-    if cut := sum(some.cut for some in rows):
-        say(f"{cut} conversations are longer than {settings.seq} tokens and lost their end; --seq makes room")
-    return rows
 
 
 def collate(flat: bool) -> Callable[[list[dict[str, torch.Tensor]]], dict[str, torch.Tensor]]:

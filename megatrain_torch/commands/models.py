@@ -4,7 +4,6 @@ folders that they are written to.
 from __future__ import annotations
 
 import contextlib
-import copy
 import difflib
 import functools
 import importlib
@@ -283,77 +282,6 @@ def lora_config(model: nn.Module, words: str) -> Any:
 def _quiet() -> Iterator[Any]:
     with warnings.catch_warnings(action="ignore", category=FutureWarning):
         yield importlib.import_module("peft")
-
-
-# ---- whether documents may share a row -----------------------------------------------------------
-
-PROBE = 8                            # tokens of a document of why_alone
-SAMPLE_BYTES = 8 << 30               # of a model that is made to be asked
-LEAK = 1e-4                          # of the logits: more than rounding in fp32; 1e-6 was seen, and 0.05 of leaks
-# Kinds that were asked in this project's tests.
-SEPARATE = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2",
-                      "gemma3_text", "phi3", "olmo2", "granite", "glm4", "smollm3"})
-ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}     # layer_types that look at tokens by a mask
-
-
-def why_alone(model: Any, seq: int, batch: Callable[..., Any]) -> str | None:
-    """Why each document needs rows of its own with this model, or None: they may share rows. Kinds of SEPARATE were
-    asked. One with layers that carry a state from token to token is not: a mask does not reach it, and what it carries
-    may be small today. Of any other a small one is made, of this class and configuration. batch: training's collate."""
-    name, config = type(model).__name__, model.config
-    if config.model_type in SEPARATE:
-        return None
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if kinds - ATTENTION or any(isinstance(m, torch.nn.Conv1d) for m in model.modules()):
-        return f"{name} has layers that carry a state from token to token, from one document into the next"
-    try:
-        leak, scale = _leak(_sample(model), max(1, min(PROBE, seq // 2)), batch)
-    except Exception as why:                         # a model is a program; without an answer, what is always right
-        return f"whether documents in one row of {name} see each other could not be asked ({why})"
-    if leak <= LEAK * scale:                         # not so of NaN, which is no answer either
-        return None
-    return f"documents in one row of {name} see each other, whatever position_ids say"
-
-
-def _sample(model: Any) -> Any:
-    """A model of the same class in fp32, with the first layers of each kind and a small vocabulary, whose weights are
-    so large that what one token has of another is seen."""
-    config = copy.deepcopy(model.config)
-    kinds = getattr(config, "layer_types", None) or [""] * 2
-    most = max(2, *(kinds.index(kind) + 1 for kind in set(kinds)), getattr(config, "first_k_dense_replace", 0) + 1)
-    config.num_hidden_layers = min(most, config.num_hidden_layers)
-    if getattr(config, "layer_types", None):
-        config.layer_types = kinds[:config.num_hidden_layers]
-    for name, most in (("vocab_size", 64), ("intermediate_size", 256), ("moe_intermediate_size", 64)):
-        if isinstance(getattr(config, name, None), int):
-            setattr(config, name, min(getattr(config, name), most))
-    config.pad_token_id = config.bos_token_id = config.eos_token_id = None
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with torch.device("meta"):
-        size = 4 * sum(p.numel() for p in type(model)(config).parameters())
-    if size > SAMPLE_BYTES:
-        raise MegatrainError(f"a small one has {size / 2**30:.0f} GiB")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        made = type(model)(config).float().eval()
-        for p in made.parameters():
-            if p.dim() > 1:
-                p.data.normal_(0, p[0].numel() ** -0.5)
-    return made
-
-
-@torch.no_grad()
-def _leak(model: Any, length: int, batch: Callable[..., Any]) -> tuple[float, float]:
-    """(how far logits of one document [length] move with what another before it says, how far apart they are by
-    themselves): the root of the mean square."""
-    one, *others = torch.randint(model.get_input_embeddings().num_embeddings, (3, length),
-                                 generator=torch.Generator().manual_seed(0))
-    again = torch.arange(length).repeat(2)
-    rows = [{"input_ids": torch.cat([other, one]), "position_ids": again} for other in (*others, one)]
-    logits = model(**batch(rows), use_cache=False).logits.view(3, 2, length, -1)
-    first = logits[2, 0]                             # nothing is before it
-    return max((logits[row, 1] - first).square().mean().sqrt().item() for row in range(3)), first.std().item()
 
 
 # ---- writing -------------------------------------------------------------------------------------

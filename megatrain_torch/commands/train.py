@@ -211,19 +211,15 @@ def _prepared(settings: Settings, team: Team, owned: Owned, checkpoint: Path | N
             with in_flags("base"):
                 models.lora_config(models.empty(config, settings.base), lora)
         reward = loop.rewards(settings) if settings.method == "grpo" else None
-    parts, rows, identity = team.first_does(lambda: _read(
-        settings, tokenizer, None if new_data or checkpoint is None else owned)) or (None, None, None)
+    train, held, identity = team.of_first(team.first_does(lambda: _read(
+        settings, tokenizer, config.model_type, None if new_data or checkpoint is None else owned)))
     with team.as_one():
+        settings = settings.for_data(len(train))
         # TRL hashes the weights that it asks before the first step, in each process.
         model = models.load_model(source.model, settings.dtype, team.first or settings.method in ("dpo", "kto"),
                                   settings.base, settings.method == "reward")
         if len(tokenizer) > (there := model.get_input_embeddings().num_embeddings):
             raise MegatrainError(f"the tokenizer has {len(tokenizer)} tokens, and the model embeds only {there}")
-    train, held = team.of_first(team.first_does(lambda: parts if rows is None else data.fitted(
-        model, settings, tokenizer, parts, rows, settings.device == "cuda")))        # where rows are joined
-    parts = rows = None                                  # documents have as many tokens as the rows
-    with team.as_one():
-        settings = settings.for_data(len(train))
         if lora is not None:
             model = models.adapted(model, lora, settings.seed)
     made = not out.exists()
@@ -320,21 +316,20 @@ def _first_line(model: Any, settings: Settings, train: Any, held: Any) -> str:
 
 # ---- the data ------------------------------------------------------------------------------------
 
-def _read(settings: Settings, tokenizer: Any, like: Owned | None) -> tuple[Any, Any, dict[str, Any]]:
-    """(what is trained on and held out, its rows, what tells it from other data). What no packing allows is refused
-    before a model is loaded. like: a run that had the same data."""
+def _read(settings: Settings, tokenizer: Any, kind: str, like: Owned | None) -> tuple[Any, Any, dict[str, Any]]:
+    """(what is trained on, what is held out, what tells them from other data). kind: the model's. like: a run that had
+    the same data."""
     told = None if like is None else like.data.get("date")
     date = datetime.fromisoformat(told) if isinstance(told, str) else datetime.now().replace(microsecond=0)
     parts, identity = parts_of(settings, tokenizer, date)
-    identity["date"] = date.isoformat()                  # templates may tell the model which day it is
+    identity |= {"date": date.isoformat()}               # templates may tell the model which day it is
+    if settings.method == "sft":
+        parts = data.rows_of(settings, tokenizer, parts, kind)
+        identity |= {"rows": "of one document each" if parts[0].alone else "of several documents"}
     if like is not None and (said := data.difference(like.data, identity)):
         raise MegatrainError(f"{said}. Put it back as it was to go on to the same bits; megatrain resume {like.run} "
                              "--new-data goes on with this")
-    if settings.method != "sft":
-        return parts, None, identity
-    rows = data.rows_of(settings, tokenizer, parts)
-    settings.for_data(sum(len(d.parts) if d.whole else math.ceil(len(d) / settings.seq) for d in parts[0]))
-    return parts, rows, identity
+    return *parts, identity
 
 
 def parts_of(settings: Settings, tokenizer: Any, date: datetime | None = None

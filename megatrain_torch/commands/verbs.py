@@ -80,13 +80,12 @@ def evaluate(args: argparse.Namespace) -> None:
     settings, source = settings.for_machine(), models.source_of(settings.model)
     models.check_packages(source.adapter is not None, source.base)
     tokenizer = models.load_tokenizer(source.words, settings.chat_template)
-    settings = settings.for_model(models.load_config(source.model)).with_(validation=0.0)
+    config = models.load_config(source.model)
+    settings = settings.for_model(config)
     parts = data.mixed(data.sources(settings, settings.data, tokenizer), settings.seed), []
-    rows = data.rows_of(settings, tokenizer, parts)
-    model = models.load(source, settings.dtype)
-    rows, _ = data.fitted(model, settings, tokenizer, parts, rows, flat=False)
-    model = mt.stream(model.requires_grad_(False), settings.device, vram=settings.vram, host=settings.host,
-                      nvme=settings.nvme).eval()
+    rows, _ = data.rows_of(settings, tokenizer, parts, config.model_type)
+    model = models.load(source, settings.dtype).requires_grad_(False)
+    model = mt.stream(model, settings.device, vram=settings.vram, host=settings.host, nvme=settings.nvme).eval()
     total, batch = 0.0, data.collate(False)
     for first in range(0, len(rows), TOGETHER):
         some = batch([rows[i] for i in range(first, min(first + TOGETHER, len(rows)))])
