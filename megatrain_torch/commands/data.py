@@ -54,7 +54,8 @@ LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0
 class Document:
     """Tokens of one record: ids [n]; trained [n] bool, of a text a view of one True. whole: it may not be cut for a
     row's sake. starts: where the parts of a conversation begin whose answers cannot stand in one text; parts go
-    together into what is trained or held out, and have rows of their own. chat: made by the chat template."""
+    together into what is trained or held out, and have rows of their own. chat: made by the chat template.
+    With methods other than sft ids are the letters of the record's JSON: weights and shares count these."""
 
     ids: np.ndarray
     trained: np.ndarray
@@ -69,41 +70,25 @@ class Document:
     def parts(self) -> list[Document]:
         return [self.cut(a, b) for a, b in pairwise([*self.starts, len(self)])] if len(self.starts) > 1 else [self]
 
+    @property
+    def record(self) -> Record:
+        return json.loads(self.ids.tobytes())
+
     def cut(self, begin: int, end: int) -> Document:
         return Document(self.ids[begin:end], self.trained[begin:end], self.whole)
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A record as TRL has it. Its length is that of its JSON: weights and shares count characters."""
-
-    record: Record
-    whole: bool = True
-    starts: tuple[int, ...] = (0,)
-
-    @property
-    def chat(self) -> bool:
-        return any(isinstance(self.record.get(name), list) for name in ("prompt", "chosen", "completion"))
-
-    def __len__(self) -> int:
-        return len(self.text)
-
-    @property
-    def text(self) -> str:
-        return json.dumps(self.record, sort_keys=True)
 
 
 # ---- records -------------------------------------------------------------------------------------
 
 def documents(found: Iterable[Record | MegatrainError], tokenizer: Any, column: str | None = None,
-              source: str = "the data", date: datetime | None = None, method: str = "sft") -> list[Document | Pair]:
+              source: str = "the data", date: datetime | None = None, method: str = "sft") -> list[Document]:
     """Tokens of all records that have any; with other methods the records for TRL. A wrong one is left out, and said.
 
     column: the field to train on. date: the run's first day, for templates that tell it.
     Raises: MegatrainError: all are wrong, or empty."""
     template = Template(tokenizer, date)
 
-    def read(record: Record, where: str) -> Document | Pair | str:
+    def read(record: Record, where: str) -> Document | str:
         if method == "sft":
             return _document(record, template, column, where)
         return pair(record, method, bool(tokenizer.chat_template), where)
@@ -115,16 +100,19 @@ def documents(found: Iterable[Record | MegatrainError], tokenizer: Any, column: 
         ids = iter(tokenizer(short, verbose=False)["input_ids"] if short else ())
         for one in some:
             if isinstance(one, str):
-                own = (ids_of(one, tokenizer) if len(one) > 4 * PASSAGE else
-                       compact(_framed(next(ids), tokenizer) if one else ()))
-                one = Document(own, np.broadcast_to(np.True_, len(own)))
-            made += [one] if isinstance(one, Pair) or one.trained.any() else []
+                one = _all_trained(ids_of(one, tokenizer) if len(one) > 4 * PASSAGE else
+                                   compact(_framed(next(ids), tokenizer) if one else ()))
+            made += [one] * bool(one.trained.any())
     if not made:
         raise MegatrainError(f"{source} has no tokens to train on: it is empty, or its texts are")
     if apart := [len(d.starts) for d in made if len(d.starts) > 1]:
         say(f"{source}: the chat template shows earlier answers otherwise than when they were given, so each answer is "
             f"learned behind what came before it: {sum(apart)} rows of {len(apart)} conversations")
     return made
+
+
+def _all_trained(ids: np.ndarray, **more: Any) -> Document:
+    return Document(ids, np.broadcast_to(np.True_, len(ids)), **more)
 
 
 def _right(found: Iterable[Record | MegatrainError], read: Callable[[Record, str], T], source: str) -> Iterator[T]:
@@ -178,19 +166,14 @@ def _completion(record: Record, template: Template, where: str) -> Document:
     if isinstance(prompt, list) and answer is None:
         raise MegatrainError(f"{where}: prompt is a list of messages and needs a completion; or rename it to messages")
     if not isinstance(prompt, str) or not isinstance(answer, str):
-        kinds = ["an empty list" if value == [] else "a list of messages" if isinstance(value, list) else
-                 "a text" if isinstance(value, str) else records.kind_of(value) for value in (prompt, answer)]
         raise MegatrainError(f"{where} has {', '.join(map(repr, record))}: a prompt needs a completion (or response) "
-                             f"beside it; prompt is {kinds[0]} and {name} {kinds[1]}: both must be texts, or both "
-                             "lists of messages")
-    first, last = around(tokenizer)
-    ids, trained = _marked(Chat(prompt + answer, [(len(prompt), len(prompt + answer))]), tokenizer)
-    ids, marks = [*first, *ids, *last], [False] * len(first) + trained + [True] * len(last)
+                             f"beside it; prompt and {name} must be texts, or lists of messages with words in both")
+    ids, trained = _marked(Chat(prompt + answer, [(len(prompt), len(prompt + answer))]), tokenizer, special=True)
     twice = next((i for i in range(len(ids) - 1) if not ids[i] == ids[i + 1] == tokenizer.bos_token_id), 0)
     whole = _framed(ids, tokenizer) or [tokenizer.eos_token_id]
-    marks = [*marks[twice:], True][:len(whole)]
-    marks[-1] = True                                 # the end is learned, where the data has it too
-    return Document(compact(whole), np.asarray(marks, bool), True)
+    trained = [*trained[twice:], True][:len(whole)]
+    trained[-1] = True                               # the end is learned, where the data has it too
+    return Document(compact(whole), np.asarray(trained, bool), True)
 
 
 def _talk(chats: list[Chat], template: Template) -> Document:
@@ -205,7 +188,8 @@ def _talk(chats: list[Chat], template: Template) -> Document:
     return Document(compact(ids), np.asarray(trained, bool), True, tuple(starts), chat=True)
 
 
-def pair(record: Record, method: str, chat: bool, where: str) -> Pair:
+def pair(record: Record, method: str, chat: bool, where: str) -> Document:
+    """A record as TRL has it."""
     made, needed = dict(records.as_asked(record, method, chat, where)), NEEDED[method]
     for name in ("prompt", "chosen", "rejected", "completion"):
         if isinstance(made.get(name), list):
@@ -220,7 +204,9 @@ def pair(record: Record, method: str, chat: bool, where: str) -> Pair:
         raise MegatrainError(f"{where}: label is {made['label']!r}: true or false is needed")
     made |= {"label": label} if "label" in needed else {}
     more = (*made,) if method == "grpo" else (*needed, "prompt", "tools", "chat_template_kwargs")
-    return Pair({name: made[name] for name in made if name in more})
+    text = json.dumps({name: made[name] for name in made if name in more}, sort_keys=True)
+    return _all_trained(np.frombuffer(text.encode(), np.uint8), whole=True,
+                        chat=any(isinstance(made.get(name), list) for name in ("prompt", "chosen", "completion")))
 
 
 # ---- tokens --------------------------------------------------------------------------------------
@@ -251,11 +237,11 @@ def around(tokenizer: Any) -> tuple[list[int], list[int]]:
     return whole[:at], whole[at + len(bare):]
 
 
-def _marked(chat: Chat, tokenizer: Any) -> tuple[list[int], list[bool]]:
+def _marked(chat: Chat, tokenizer: Any, special: bool = False) -> tuple[list[int], list[bool]]:
     """Tokens of a text, and which are learned: those that have a character of an answer. One that has characters of
-    both sides is the answer's: the prompt before it is as it was."""
+    both sides is the answer's: the prompt before it is as it was. special: with what the tokenizer puts around it."""
     def of(text: str, **kw: Any) -> Any:
-        return tokenizer(text, add_special_tokens=False, verbose=False, **kw)
+        return tokenizer(text, add_special_tokens=special, verbose=False, **kw)
 
     made = of(chat.text, **{"return_offsets_mapping": True} if tokenizer.is_fast else {})
     ids, places = list(made["input_ids"]), made.get("offset_mapping", [])
@@ -405,9 +391,6 @@ def identity(settings: Settings, found: list[Source], held: list[Source]) -> dic
 def _about(source: Source) -> dict[str, Any]:
     whole = hashlib.sha256()
     for d in source.documents:
-        if isinstance(d, Pair):
-            whole.update(d.text.encode())
-            continue
         whole.update(f"{len(d)} {d.whole} {d.trained.all()} {'' if len(d.starts) == 1 else d.starts}".encode())
         whole.update(d.ids.astype("<u4").tobytes() if len(d) < 1 << 20 else d.ids.data)
         if not d.trained.all():

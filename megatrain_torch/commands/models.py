@@ -12,7 +12,6 @@ import logging
 import os
 import shutil
 import tempfile
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -154,7 +153,9 @@ def _load(name: str, what: str, read: Callable[[str], Any]) -> Any:
     if path.is_dir() and not any((path / file).is_file() for file in ("config.json", ADAPTER)):
         raise MegatrainError(f"{name} has no config.json: a folder in Hugging Face format, or a run, is needed")
     try:
-        return read(_source(name))
+        if not path.is_dir() and not hub_answers():
+            importlib.import_module("huggingface_hub.constants").HF_HUB_OFFLINE = True       # its cache has it, or not
+        return read(name)
     except MegatrainError:
         raise
     except Exception as why:                         # what a folder says is run, and raises what it likes
@@ -162,39 +163,16 @@ def _load(name: str, what: str, read: Callable[[str], Any]) -> Any:
         raise MegatrainError(f"{name!r}: no {what} to be had{hint}: {_words(why, path)}") from None
 
 
-def _source(name: str) -> str:
-    """What from_pretrained is given: a name on the hub, or its folder in the hub's cache where the hub does not answer.
-    """
-    if Path(name).is_dir() or hub_answers():
-        return name
-    from huggingface_hub import constants, errors, snapshot_download
-
-    try:
-        return snapshot_download(name, local_files_only=True)
-    except errors.LocalEntryNotFoundError:
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} does not answer"
-        raise OSError(f"{why}, and its cache here has no {name}") from None
-
-
 @functools.cache
 def hub_answers() -> bool:
     """One request, of HF_HUB_ETAG_TIMEOUT seconds at most (10 by default). Without it each file of a model is asked for
     six times, 23 seconds long, before its place in the cache is looked at."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import constants, utils
 
-    answers: list[Any] = []
-
-    def ask() -> None:
-        with contextlib.suppress(Exception):         # of httpx, or of huggingface_hub where it may not ask at all
-            answers.append(get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT))
-
-    # A thread of its own, left behind when it is late: looking up a host's name has no time limit, and each of its
-    # addresses has one. The answer is read after the join, or not at all.
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(constants.HF_HUB_ETAG_TIMEOUT)
-    return bool(answers)
+    with contextlib.suppress(Exception):             # of httpx, or of huggingface_hub where it may not ask at all
+        utils.get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        return True
+    return False
 
 
 def _words(why: Exception, path: Path) -> str:
@@ -285,18 +263,6 @@ def _quiet() -> Iterator[Any]:
 
 
 # ---- writing -------------------------------------------------------------------------------------
-
-def may_write(path: Path, name: str, kinds: tuple[str, ...] = ()) -> None:
-    """Refuses a file that cannot be made, before much time is spent on what goes into it. name: the flag."""
-    if kinds and path.suffix not in kinds:
-        raise MegatrainError(f"{name}={path}: a name that ends in {' or '.join(kinds)} is needed")
-    if path.is_dir():
-        raise MegatrainError(f"{name}={path} is a folder: the name of a file is needed")
-    if not path.parent.is_dir():
-        raise MegatrainError(f"{name}={path}: there is no folder {path.parent}{near(str(path.parent))}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise MegatrainError(f"{name}={path} may not be written; name another")
-
 
 def writable(out: Path, name: str = "out") -> Path:
     """A folder, made if need be, into which something can be written. name: the flag."""

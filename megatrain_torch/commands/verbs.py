@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import html
 import io
-import itertools
 import json
 import math
 import shutil
@@ -22,7 +21,7 @@ import megatrain_torch as mt
 from megatrain_torch import MegatrainError
 
 from . import data, folder, models
-from .settings import AS, KEPT, SIZES, Flags, Settings, add_flags, device_of, given, in_flags, say
+from .settings import SIZES, Flags, Settings, add_flags, device_of, given, in_flags, read_table, say
 
 TOGETHER = 8                         # rows of an evaluation: weights are streamed once for all of them
 FITS = 0.7                           # of the free device memory, for weights that are put there whole
@@ -183,13 +182,11 @@ STYLE = ("body{font:14px sans-serif;margin:2em;max-width:1000px}table{border-col
 # Whoever wrote the pages and pictures of a run's folder: nothing in them runs, or loads anything.
 HEAD = ("<!doctype html><meta charset='utf-8'><meta http-equiv='Content-Security-Policy' content=\"default-src 'none'; "
         "img-src data:; style-src 'unsafe-inline'\"><title>megatrain</title>")
-MOST_BYTES = 20_000_000              # of a page or a picture
 
 
 def report(args: argparse.Namespace) -> None:
     out = args.out or args.run_folder / "report.html"
     text = page(args.run_folder)
-    models.may_write(out, "out")
     if out.exists() and not out.read_bytes().startswith(HEAD.encode()):
         raise MegatrainError(f"out={out} is there, and is no report of megatrain: it stays; name another")
     out.write_text(text)
@@ -203,16 +200,12 @@ def page(run_folder: Path) -> str:
     parts = [f"<h1>{html.escape(run_folder.resolve().name)}</h1>", summary(lines, settings), _curves(lines)]
     for title, name in (("The last step, and what bound it", "step.html"), ("The last steps", "timeline.svg"),
                         ("Memory, tier by tier", "storage.html"), ("The plan", "plan.html")):
-        if not (path := run_folder / name).is_file():
-            continue
-        if path.stat().st_size > MOST_BYTES:
-            shown = f"<p>{name} is too large.</p>"
-        elif path.suffix == ".svg":
-            shown = _picture(path.read_bytes(), "")
-        else:                                            # a frame in which scripts do not run; the head holds in it too
-            shown = (f"<iframe sandbox style='width:100%;height:32em;border:0' "
-                     f"srcdoc='{html.escape(path.read_text(errors='replace'))}'></iframe>")
-        parts.append(f"<h2>{title}</h2>{shown}")
+        if (path := run_folder / name).is_file():
+            # A page gets a frame in which scripts do not run; the head holds in it too.
+            shown = _picture(path.read_bytes(), "") if path.suffix == ".svg" else (
+                f"<iframe sandbox style='width:100%;height:32em;border:0' "
+                f"srcdoc='{html.escape(path.read_text(errors='replace'))}'></iframe>")
+            parts.append(f"<h2>{title}</h2>{shown}")
     said = {name: ", ".join(value) if isinstance(value, tuple) else str(value)
             for name, value in dataclasses.asdict(settings).items() if value is not None}
     rows = "".join(f"<tr><td>{name}</td><td>{html.escape(value)}</td></tr>" for name, value in said.items())
@@ -231,13 +224,7 @@ def _numbers(lines: list[dict[str, Any]], name: str) -> list[tuple[float, float]
 
 
 def summary(lines: list[dict[str, Any]], settings: Any) -> str:
-    """In a sentence, with how many GPUs trained it, and from which step on, where it was ever more than one."""
     words = f"Step {lines[-1]['step']} of {settings.steps}"
-    parts = [(next(some)["step"], many) for many, some in itertools.groupby(
-        lines, lambda line: line["gpus"] if folder.is_count(line.get("gpus")) else 1)]
-    if [many for _, many in parts] != [1]:
-        later = "".join(f", on {many} from step {step} on" for step, many in parts[1:])
-        words += f" on {parts[0][1]} GPU{'s' * (parts[0][1] > 1)}{later}; loss and tokens are of all of them"
     if losses := [loss for _, loss in _numbers(lines, "loss")]:
         words += f"; loss {losses[0]:.4g} at first, {losses[-1]:.4g} at last"
     if bounds := [line["bound"] for line in lines if isinstance(line.get("bound"), str) and line["bound"]]:
@@ -276,11 +263,9 @@ def doctor(args: argparse.Namespace) -> None:
     if args.out:
         models.writable(args.out.parent, "out")
         try:                                             # a file such as doctor writes, of this version or another
-            mine = not args.out.exists() or isinstance(json.loads(args.out.read_bytes()), dict)
-        except (ValueError, RecursionError, OSError):
-            mine = False
-        if not mine:
-            raise MegatrainError(f"out={args.out} is there, and describes no machine: it stays; name another")
+            _ = args.out.exists() and read_table(args.out)
+        except (MegatrainError, OSError):
+            raise MegatrainError(f"out={args.out} is there, and describes no machine: it stays; name another") from None
     if device == "cpu" and not args.device:
         sys.stderr.write("no GPU here: what is measured is the CPU device, for `megatrain plan --machine cpu`\n")
     _, text, path = mt.measure_machine(device, gpus=args.gpus or there or 1, disk=args.disk, out=args.out,
@@ -313,7 +298,6 @@ def _add_plan(commands: Any) -> None:
     add("--machine", metavar="NAME|FILE", help="a card, as rtx4090 or h200-128g,vram=24GiB; a file that `megatrain "
         "doctor` wrote; or cpu, this machine's CPU device; default: this machine's GPU")
     add("--list-machines", action="store_true", help="all cards that are described, and where their rates come from")
-    add("--vram", metavar="SIZE", help="limit of device memory, e.g. 24GiB")
     add("--host", "--ram", metavar="SIZE", help="limit of host memory; of a card by name, what its host has")
     add("--micro", type=int, metavar="N", help="micro-batches; default: as many as are best")
     add("--nvme", metavar="FOLDER|SIZE", help="where states and weights may go that host memory does not hold; or a "
@@ -325,7 +309,6 @@ def _add_plan(commands: Any) -> None:
     add("--activations", choices=modes, metavar="MODE",
         help=f"of all layers: {', '.join(modes)}; default: what is best")
     add("--slots", type=int, metavar="N", help="ring size")
-    add("--states", metavar="FORMAT", help=f"how AdamW keeps its states: {', '.join(mt.choices('states'))}")
     add("--gpus", metavar="N", help="of a machine, each with so many tokens a step; 1,2,4,8: a table. Default: 1")
     add("--machines", metavar="N", help="with so many GPUs each, and a host like this one's; 1,2,4: a table")
     add("--layers", type=int, metavar="N", help="instead of the config's own number")
@@ -333,9 +316,7 @@ def _add_plan(commands: Any) -> None:
     add("--picture", type=Path, metavar="FILE", help="file to draw what lies in which memory: .png, .svg or .pdf")
     add("--compute", choices=["auto", "fused", "eager"], help="fused layers, or the model's own code; default: fused "
         "where it fits")
-    add("--lora", metavar=AS, help="of adapters, beside a model that stays as it is, as `megatrain train` has it")
-    add("--base", choices=KEPT, help="with --lora, linear weights as codes; none: as they are")
-    add("--products", choices=mt.choices("products"), help="of layers: in 16 bits, or of operands rounded to 8")
+    add_flags(parser, ("vram", "states", "lora", "base", "products"))
     parser.set_defaults(run=plan, names=[a.dest for a in parser._actions if a.dest not in ("model", *NOT_PLANS)])
 
 
@@ -372,8 +353,8 @@ def plan(args: argparse.Namespace) -> int:
 def _plan(given: dict[str, Any], as_json: bool) -> int:
     """given: flags; tokens and seq are put in where they are not."""
     picture, nvme = given.get("picture"), given.get("nvme")
-    if picture:
-        models.may_write(picture, "picture", PICTURES)
+    if picture and picture.suffix not in PICTURES:
+        raise MegatrainError(f"picture={picture}: a name that ends in {' or '.join(PICTURES)} is needed")
     config = models.load_config(models.source_of(given["model"]).model)
     asked = {k: v for k, v in given.items() if k not in ("model", "picture", "nvme_limit", "lora", "base")}
     if "nvme_limit" in given:
