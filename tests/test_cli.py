@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 import megatrain_torch as mt
 from megatrain_torch import MegatrainError, cli
 from megatrain_torch.checkpoint import manifest
-from megatrain_torch.commands import data, folder, models, records, train
+from megatrain_torch.commands import data, folder, models, records
 from megatrain_torch.commands.folder import write_yaml
 from megatrain_torch.commands.settings import Settings
 
@@ -205,14 +205,6 @@ def test_data_of_another_form_or_out_of_reach_is_named(tmp_path: Path) -> None:
     (tmp_path / "texts").touch()
     with pytest.raises(MegatrainError, match=f"did you mean {tmp_path / 'texts'}"):
         list(records.records(str(tmp_path / "text")))
-
-
-def test_tokens_that_stand_for_what_is_not_known_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizer = types.SimpleNamespace(unk_token_id=7, eos_token_id=1, unk_token="<unk>")
-    train.say_unknown([piece(0, 10, False)], tokenizer)
-    assert "10% of the data's tokens are '<unk>'" in capsys.readouterr().out
-    train.say_unknown([piece(0, 100, False)], tokenizer)
-    assert capsys.readouterr().out == ""
 
 
 def trained_words(document: data.Document) -> list[str]:
@@ -549,7 +541,7 @@ def test_a_checkpoint_that_was_cut_short_is_named_with_the_one_before(whole_run:
 
 
 @pytest.mark.parametrize("changes, before, now", [
-    ({"states": "8bit"}, "states: fp32", "states: 8bit"),
+    ({"states": "8bit"}, "states: fp32, dtype: float32", "states: 8bit, dtype: float32"),
     ({"states": "8bit-sr", "dtype": "bfloat16"}, "states: fp32, dtype: float32", "states: 8bit-sr, dtype: bfloat16"),
 ], ids=["states", "states and dtype"])
 def test_states_that_hold_less_than_the_checkpoints_are_refused_or_rounded_when_told(
@@ -563,7 +555,7 @@ def test_states_that_hold_less_than_the_checkpoints_are_refused_or_rounded_when_
     write_yaml(run / folder.CONFIG, begun.with_(**changes))
     assert refused(capsys, "resume", run) == (
         f"megatrain: {run}/config.yaml says {now} now, and checkpoint-8 was written with {before}, which holds more: "
-        f"put {before} back there to go on to the same bits, or megatrain resume {run} --convert rounds to {now}\n")
+        f"put that back there to go on to the same bits, or megatrain resume {run} --convert rounds\n")
     assert (run / "checkpoint-9.tmp-1-0").exists(), "nothing is changed"
     assert megatrain("resume", run, "--convert") == 0
     assert manifest.read(run / "checkpoint-9")["states"] == changes["states"]
@@ -624,7 +616,7 @@ def test_words_of_refusals_say_what_to_do(whole_run: Path, toy: str, capsys: pyt
         (("train", toy, whole_run / "mine.txt"), f"no such file; did you mean {text}?"),
         (("train", "./nothing", text), "no such folder"),
         (("train", whole_run / "whola", text), f"no such folder; did you mean {run}?"),
-        (("train", toy, text, "--out", "/proc/n"), "out=/proc/n: the folder cannot be made (No such file or directory)"),
+        (("train", toy, text, "--out", "/proc/n"), "out=/proc/n: nothing can be written there (No such file or directory)"),
         (("train", toy, text, "--out", "/proc"), "out=/proc: nothing can be written there"),
         (("train", toy, text, "--gpus", 9999), "gpus=9999: there are"),
         (("train", toy, text, "--chat-template", whole_run / "none"), "No such file or directory"),
@@ -637,14 +629,14 @@ def test_words_of_refusals_say_what_to_do(whole_run: Path, toy: str, capsys: pyt
         (("train", toy, text, "--out", whole_run / "n", "--micro", 3, "--tokens", 256), "equal parts; 1, 2 can"),
         (("train", toy, text, "--report-to", "wandb"), "is not installed: pip install wandb"),
         (("train", "--config", whole_run / "no.yaml"), "No such file"),
-        (("train", "--config", whole_run / "torn.yaml"), "torn.yaml:2: not YAML: mapping values are not allowed here"),
-        (("train", "--config", whole_run / "bytes.yaml"), "bytes.yaml: not UTF-8"),
+        (("train", "--config", whole_run / "torn.yaml"), "torn.yaml: not YAML: mapping values are not allowed here"),
+        (("train", "--config", whole_run / "bytes.yaml"), "bytes.yaml: not YAML: "),
         (("resume", run), f"is finished: its model is {run / 'model'}; megatrain train {run} DATA"),
         (("resume", toy), "is no run"),
         (("resume", whole_run / "whola"), f"no such folder; did you mean {run}?"),
         (("export", run, whole_run / "e", "--step", 3), "there are 8"),
         (("export", run, run), "is there already; name a folder that is not"),
-        (("export", run, "/proc/a/b"), "to=/proc/a: the folder cannot be made"),
+        (("export", run, "/proc/a/b"), "to=/proc/a: nothing can be written there"),
         (("generate", run, "--prompt", "a", "--chat"), "no chat template; without --chat"),
         (("generate", run, "--prompt", "a", "--max-new-tokens", 0), "max_new_tokens=0: at least 1"),
         (("generate", run, "--prompt", "a", "--max-new-tokens", 128), "128 positions at most; --max-new-tokens 127"),
@@ -655,8 +647,7 @@ def test_words_of_refusals_say_what_to_do(whole_run: Path, toy: str, capsys: pyt
         (("report", run, "--out", toy), f"{toy}: Is a directory"),
         (("report", run, "--out", run / "no/a.html"), f"{run / 'no/a.html'}: No such file or directory"),
         (("doctor", "--device", "cuda"), "--device cuda: torch sees no CUDA device"),
-        (("doctor", "--out", "/proc/n/m.json"), "--out /proc/n: the folder cannot be made"),
-        (("plan", run, "--tokens", 64, "--seq", 64, "--picture", "a.foo"), "ends in .png or .svg or .pdf"),
+        (("doctor", "--out", "/proc/n/m.json"), "--out /proc/n: nothing can be written there"),
         (("plan", run, "--tokens", 64, "--seq", 64, "--machine", whole_run / "list.json"), "list.json: not a machine"),
     ]:
         if ("wandb" in words and importlib.util.find_spec("wandb")) or ("cuda" in words and torch.cuda.is_available()):

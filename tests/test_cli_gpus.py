@@ -251,14 +251,6 @@ def test_the_port_on_which_processes_meet_is_nobody_elses(monkeypatch: pytest.Mo
     assert launch.launch(["doctor"], 2) == 0
 
 
-@pytest.mark.parametrize("told, words", [
-    ([], ""), ([[0, "no room"]], "no room"), ([[1, "no room"]], "rank 1: no room"),
-    ([[1, "not the same"], [0, "not the same"]], "not the same"),
-    ([[2, "no room"], [0, "rank 2 ended"]], "rank 2: no room")], ids=str)
-def test_of_what_all_say_the_cause_is_said_once(told: list[list[Any]], words: str) -> None:
-    assert launch.said_once(told) == words
-
-
 # ---- rows ----------------------------------------------------------------------------------------
 
 def test_an_epochs_last_step_has_the_rows_of_one_process() -> None:

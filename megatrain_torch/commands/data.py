@@ -378,43 +378,29 @@ def mixed(found: list[Source], seed: int) -> list[Document]:
     return [d for some in taken for d in some]
 
 
-SAID = ("seq", "seed", "validation")                     # settings that say which row is the n-th
-
-
 def identity(settings: Settings, found: list[Source], held: list[Source]) -> dict[str, Any]:
-    """What tells the rows from others. held: held out, where that is data of its own."""
-    return {"sources": [_about(source) for source in found], "validation sources": [_about(source) for source in held],
-            "chat": any(d.chat for source in found for d in source.documents),
-            **{name: getattr(settings, name) for name in SAID if name != "validation" or not held}}
+    """What tells the rows from others: of each source its tokens, whatever its name. held: held out, where that is data
+    of its own."""
+    sources = {f"source {i} of data": _about(source) for i, source in enumerate(found, 1)}
+    apart = {f"source {i} of validation": _about(source) for i, source in enumerate(held, 1)}
+    return sources | (apart or {"validation": settings.validation}) | {
+        "seq": settings.seq, "seed": settings.seed, "chat": any(d.chat for s in found for d in s.documents)}
 
 
-def _about(source: Source) -> dict[str, Any]:
+def _about(source: Source) -> str:
     whole = hashlib.sha256()
     for d in source.documents:
         whole.update(f"{len(d)} {d.whole} {d.trained.all()} {'' if len(d.starts) == 1 else d.starts}".encode())
         whole.update(d.ids.astype("<u4").tobytes() if len(d) < 1 << 20 else d.ids.data)
         if not d.trained.all():
             whole.update(d.trained.tobytes())
-    return {"name": source.name, "weight": source.weight, "tokens": source.tokens, "sha256": whole.hexdigest()}
+    return f"{source.tokens:,} tokens of weight {source.weight} with the hash {whole.hexdigest()}"
 
 
 def difference(then: dict[str, Any], now: dict[str, Any]) -> str:
-    """Words for what differs between two identities, where the rows do; "": they are the same."""
-    for kind in ("sources", "validation sources"):
-        before, after = then.get(kind) or [], now[kind]
-        if not isinstance(before, list) or len(before) != len(after):
-            return f"data has {len(after)} sources now, and had others when the run began"
-        for a, b in zip(before, after):
-            a = a if isinstance(a, dict) else {}
-            if a.get("sha256") != b["sha256"]:
-                counts = (f" ({b['tokens']:,} tokens now, and {a['tokens']:,} then)"
-                          if isinstance(a.get("tokens"), int) else "")
-                return f"{b['name']} is not what the run was begun with{counts}"
-            if a.get("weight") != b["weight"]:
-                return f"{b['name']} has a weight of {b['weight']} now, and had {a.get('weight')}"
-    changed = [name for name in SAID if then.get(name) != now.get(name)]
-    changed += ["rows"] * (then.get("rows", now.get("rows")) != now.get("rows"))
-    return f"{changed[0]} is {now.get(changed[0])} now, and was {then.get(changed[0])}" if changed else ""
+    """Words for what differs between two identities; "": they are the same."""
+    return next((f"{name} is {now.get(name)} now, and was {then.get(name)}" for name in {**now, **then}
+                 if then.get(name) != now.get(name)), "")
 
 
 # ---- rows ----------------------------------------------------------------------------------------

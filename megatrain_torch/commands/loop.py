@@ -242,8 +242,6 @@ class OfRows(Streamed):
         return Filled(SeedableRandomSampler(self.train_dataset), self._train_batch_size * self.run.team.size)
 
     def _get_eval_sampler(self, rows: Any) -> Any:
-        if self.run.team.size == 1:
-            return super()._get_eval_sampler(rows)
         return Filled(SequentialSampler(rows), self.args.eval_batch_size * self.run.team.size)
 
     def evaluation_loop(self, *args: Any, **kw: Any) -> Any:
@@ -452,7 +450,7 @@ class Bar(TrainerCallback):
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._say, self._trace, self._task, self._begun = say, trace, None, monotonic()
-        self._told, self._untold = -math.inf, ""     # when a line with the loss was written, and what came since
+        self._told = -math.inf                       # when a line with the loss was written
         console = Console()                          # while it is drawn, rich writes other lines above it
         self._bar = Progress(TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=12),
                              TextColumn("{task.fields[within]}{task.description}"), TimeRemainingColumn(),
@@ -474,23 +472,18 @@ class Bar(TrainerCallback):
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._bar.stop()
-        self._tell()
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if "loss" in logs and self._task is not None:
             text = (f"loss {logs['loss']:.4g}  norm {logs.get('grad_norm', math.nan):.3g}  "
                     f"{logs['tokens_per_second']:,.0f} tokens/s")
             self._bar.update(self._task, description=text)
-            self._untold = f"step {state.global_step}/{state.max_steps}: {text}"
-            if monotonic() - self._told >= EVERY_S:
-                self._tell()
+            late = monotonic() - self._told >= EVERY_S or state.global_step == state.max_steps
+            if late and not self._bar.console.is_terminal:
+                self._say(f"step {state.global_step}/{state.max_steps}: {text}")
+                self._told = monotonic()
         if "eval_loss" in logs:
             self._say(f"step {state.global_step}: held-out loss {logs['eval_loss']:.4f}")
 
     def on_save(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         self._say(f"step {state.global_step}: checkpoint-{state.global_step}")
-
-    def _tell(self) -> None:
-        if self._untold and not self._bar.console.is_terminal:
-            self._say(self._untold)
-            self._told, self._untold = monotonic(), ""

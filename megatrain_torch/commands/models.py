@@ -264,17 +264,13 @@ def _quiet() -> Iterator[Any]:
 
 # ---- writing -------------------------------------------------------------------------------------
 
-def writable(out: Path, name: str = "out") -> Path:
-    """A folder, made if need be, into which something can be written. name: the flag."""
-    doing = "the folder cannot be made"
+def writable(out: Path, name: str = "out") -> None:
+    """Makes a folder if need be, or refuses it. name: the flag."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        doing = "nothing can be written there"
-        with tempfile.TemporaryFile(dir=out):
-            pass
+        tempfile.TemporaryFile(dir=out).close()
     except OSError as why:
-        raise MegatrainError(f"{name}={out}: {doing} ({why.strerror}); name another") from None
-    return out
+        raise MegatrainError(f"{name}={out}: nothing can be written there ({why.strerror}); name another") from None
 
 
 def save(model: Any, tokenizer: Any, to: Path, disk: Path) -> None:

@@ -123,10 +123,10 @@ def _table(path: Path) -> Iterator[Record | MegatrainError]:
                 raise MegatrainError(f"{path}:1: two fields are called {twice[0]!r}: give each a name of its own")
             for row in rows:
                 yield _row(row, f"{path}:{rows.line_num}")
-        except csv.Error as why:
-            raise MegatrainError(f"{path}:{rows.reader.line_num}: not a table: {why}") from None
-        except UnicodeDecodeError:
-            raise MegatrainError(f"{path}:{rows.reader.line_num}: it is not UTF-8: iconv -f LATIN1 -t UTF-8 {path}") from None
+        except (csv.Error, UnicodeDecodeError) as why:
+            said = (f"not a table: {why}" if isinstance(why, csv.Error)
+                    else f"it is not UTF-8: iconv -f LATIN1 -t UTF-8 {path}")
+            raise MegatrainError(f"{path}:{rows.reader.line_num}: {said}") from None
 
 
 def _row(row: Record, where: str) -> Record | MegatrainError:
