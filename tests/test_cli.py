@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import types
 import xml.dom.minidom
@@ -32,7 +31,7 @@ from hypothesis import strategies as st
 import megatrain_torch as mt
 from megatrain_torch import MegatrainError, cli
 from megatrain_torch.checkpoint import manifest
-from megatrain_torch.commands import data, folder, models, records, train
+from megatrain_torch.commands import data, folder, models, records
 from megatrain_torch.commands.folder import write_yaml
 from megatrain_torch.commands.settings import Settings
 
@@ -160,17 +159,17 @@ def test_the_page_has_the_settings_of_today() -> None:
     ("a.jsonl", b"[1]\n", "a.jsonl:1: an object"),
     ("a.jsonl", b'{"body": "a"}\n', "a.jsonl: record 1 has 'body' and no messages, prompt or text; name the field"),
     ("a.jsonl", b'{"prompt": "a"}\n', "a.jsonl: record 1 has 'prompt': a prompt needs a completion"),
-    ("a.jsonl", b'{"text": "a"\n', "a.jsonl:1: not JSON: Expecting ',' delimiter at column 13"),
-    ("a.json", b'[\n{"text": 1]\n', "a.json: not JSON: Expecting ',' delimiter at line 2, column 11"),
+    ("a.jsonl", b'{"text": "a"\n', "a.jsonl:1: not JSON: Expecting ',' delimiter: line 1 column 13"),
+    ("a.json", b'[\n{"text": 1]\n', "a.json: not JSON: Expecting ',' delimiter: line 2 column 11"),
     ("a.jsonl", b'{"text": "\xe9"}\n', "a.jsonl:1: byte 10 is not UTF-8"),
     ("a.jsonl", b'{"text": null}\n', "record 1: text is null: a text, or a list of messages, is needed"),
     ("a.jsonl", b'{"messages": "hi"}\n', "record 1: messages is a str: a list of messages is needed"),
     ("a.jsonl", b'{"text": 3}\n', "a.jsonl: record 1: text is a int"),
     ("a.jsonl", json.dumps({"messages": TALK}).encode(), "no chat template"),
     ("a.jsonl", json.dumps({"prompt": TALK}).encode(), "record 1: prompt is a list of messages and needs a completion"),
-    ("a.jsonl", json.dumps({"prompt": TALK, "completion": "a"}).encode(), "a list of messages and completion a text"),
-    ("a.jsonl", json.dumps({"prompt": "a", "response": TALK}).encode(), "a text and response a list of messages: both"),
-    ("a.jsonl", json.dumps({"prompt": TALK, "completion": []}).encode(), "and completion an empty list: both"),
+    ("a.jsonl", json.dumps({"prompt": TALK, "completion": "a"}).encode(), "prompt and completion must be texts, or lists"),
+    ("a.jsonl", json.dumps({"prompt": "a", "response": TALK}).encode(), "prompt and response must be texts, or lists"),
+    ("a.jsonl", json.dumps({"prompt": TALK, "completion": []}).encode(), "or lists of messages with words in both"),
     ("a.jsonl", b'{"conversations": "hi"}\n', "record 1: conversations is a str: a list of messages is needed"),
     ("a.txt", b"\xff\xfe", "byte 0 is not UTF-8"),
     ("a.txt", b"caf\xe9", "iconv -f LATIN1 -t UTF-8"),
@@ -206,14 +205,6 @@ def test_data_of_another_form_or_out_of_reach_is_named(tmp_path: Path) -> None:
     (tmp_path / "texts").touch()
     with pytest.raises(MegatrainError, match=f"did you mean {tmp_path / 'texts'}"):
         list(records.records(str(tmp_path / "text")))
-
-
-def test_tokens_that_stand_for_what_is_not_known_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizer = types.SimpleNamespace(unk_token_id=7, eos_token_id=1, unk_token="<unk>")
-    train.say_unknown([piece(0, 10, False)], tokenizer)
-    assert "10% of the data's tokens are '<unk>'" in capsys.readouterr().out
-    train.say_unknown([piece(0, 100, False)], tokenizer)
-    assert capsys.readouterr().out == ""
 
 
 def trained_words(document: data.Document) -> list[str]:
@@ -314,70 +305,50 @@ def test_a_packed_row_has_the_losses_of_its_documents_alone() -> None:
         assert total(flat) == pytest.approx(sum(alone), rel=1e-6)
 
 
-def small(kind: str) -> Any:
-    """A model of this kind, in fp32."""
+def small_opt() -> Any:
+    """A model in which documents of one row see each other."""
     import transformers as tf
     torch.manual_seed(0)
-    sizes = {"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-             "bos_token_id": None, "pad_token_id": None, "eos_token_id": 256}
-    if kind == "llama":
-        return toy_model()
-    if kind == "gpt2":
-        return tf.GPT2LMHeadModel(tf.GPT2Config(**sizes))
-    if kind == "opt":
-        return tf.OPTForCausalLM(tf.OPTConfig(**sizes, ffn_dim=64, word_embed_proj_dim=32, dropout=0.0,
-                                              max_position_embeddings=128))
-    if kind == "bloom":
-        return tf.BloomForCausalLM(tf.BloomConfig(**sizes))
-    return tf.MambaForCausalLM(tf.MambaConfig(**sizes, state_size=4))
+    return tf.OPTForCausalLM(tf.OPTConfig(
+        vocab_size=257, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, bos_token_id=None, pad_token_id=None,
+        eos_token_id=256, ffn_dim=64, word_embed_proj_dim=32, dropout=0.0, max_position_embeddings=128))
+
+
+@torch.no_grad()
+def leak(model: Any, flat: bool) -> float:
+    """How far logits of one document move with what another before it says, in parts of how far apart they are. Weights
+    are made so large that what one token has of another is seen."""
+    for p in model.parameters():
+        if p.dim() > 1:
+            torch.nn.init.normal_(p, 0, p[0].numel() ** -0.5)
+    one, *others = torch.randint(50, (3, 8), generator=torch.Generator().manual_seed(0))
+    again = torch.arange(8).repeat(2)
+    rows = [{"input_ids": torch.cat([other, one]), "position_ids": again} for other in (*others, one)]
+    logits = model.float().eval()(**data.collate(flat)(rows), use_cache=False).logits.view(3, 2, 8, -1)
+    first = logits[2, 0]                             # nothing is before it
+    return max((logits[row, 1] - first).square().mean().sqrt().item() for row in range(3)) / first.std().item()
+
+
+@pytest.mark.parametrize("kind", sorted(data.SEPARATE))
+def test_documents_of_kinds_that_share_rows_do_not_see_each_other(kind: str) -> None:
+    import fusing
+    import test_fused
+    import test_moe
+    import zoo
+    small = {"vocab_size_per_layer_input": zoo.V}
+    known = test_fused.FAMILIES | test_moe.FAMILIES | {
+        "gemma3": fusing.lm("gemma3", text_config=zoo.DECODER, vision_config={
+            "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}),
+        "gemma3_text": test_fused.FAMILIES["gemma3"], "gemma4_text": fusing.lm("gemma4_text", **small),
+        "gemma4": fusing.lm("gemma4", text_config=zoo.DECODER | small, vision_config=None, audio_config=None)}
+    model = known.get(kind, fusing.lm(kind))()
+    assert model.config.model_type == kind
+    assert max(leak(model, flat) for flat in (False, True)) < 1e-4, "more than rounding in fp32: 1e-6 was seen"
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["rows", "flat"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind, leaks", [("llama", False), ("gpt2", False), ("opt", True), ("bloom", True),
-                                         ("mamba", True)])
-def test_a_model_whose_documents_see_each_other_in_a_row_is_known(kind: str, leaks: bool, dtype: torch.dtype,
-                                                                  flat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "SEPARATE", frozenset())
-    model, state = small(kind).to(dtype).train(), torch.get_rng_state()
-    why = models.why_alone(model, 64, data.collate(flat))
-    assert bool(why) is leaks
-    assert why is None or "see each other, whatever" in why or "from one document into the next" in why
-    assert torch.equal(torch.get_rng_state(), state), "a run's random numbers stay what they were"
-
-
-@pytest.mark.parametrize("kind", sorted(models.SEPARATE))
-def test_kinds_that_are_not_asked_would_say_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import test_fused
-    import test_moe
-    model = (test_fused.FAMILIES | test_moe.FAMILIES)[kind.removesuffix("_text")]()
-    assert model.config.model_type == kind and models.why_alone(model, 64, data.collate(False)) is None
-    monkeypatch.setattr(models, "SEPARATE", frozenset())
-    for flat in (False, True):
-        assert models.why_alone(model, 64, data.collate(flat)) is None
-
-
-def test_a_model_that_cannot_be_asked_gets_rows_of_one_document(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any, **__: Any) -> None:
-        raise RuntimeError("no kernel here")
-
-    monkeypatch.setattr(models, "SEPARATE", frozenset())
-    assert models.why_alone(toy_model(), 2, data.collate(False)) is None, "rows may be as short as this"
-    monkeypatch.setattr(type(toy_model()), "forward", fails)
-    assert "could not be asked (no kernel here)" in models.why_alone(toy_model(), 64, data.collate(False))
-
-
-@pytest.mark.parametrize("kind", ["opt", "bloom", "mamba", "qwen3_next"])
-def test_weights_that_are_small_today_hide_no_leak(kind: str) -> None:
-    import transformers as tf
-    sizes = {"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "head_dim": 16,
-             "num_key_value_heads": 1, "linear_num_value_heads": 2, "linear_num_key_heads": 2, "num_experts": 4,
-             "linear_key_head_dim": 16, "linear_value_head_dim": 16, "intermediate_size": 32, "pad_token_id": None,
-             "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts_per_tok": 2}
-    model = tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**sizes)) if kind == "qwen3_next" else small(kind)
-    for p in model.parameters():
-        p.data.mul_(1e-4)
-    assert models.why_alone(model, 64, data.collate(False))
+def test_a_leak_is_seen(flat: bool) -> None:
+    assert leak(small_opt(), flat) > 0.05 and "opt" not in data.SEPARATE
 
 
 @given(st.lists(st.tuples(st.integers(1, 25), st.booleans()), min_size=1, max_size=8), st.integers(2, 12))
@@ -386,7 +357,7 @@ def test_rows_of_one_document_hold_every_token_once(spec: list[tuple[int, bool]]
     found = [piece(100 * (i + 1), n, whole) for i, (n, whole) in enumerate(spec)]
     made = data.packed(found, seq, filler=7, alone=True)
     kept = sorted(t for d in found for t in d.ids[:seq if d.whole else None].tolist())
-    assert sorted(made.ids[made.ids != 7].tolist()) == kept and made.shared == 0
+    assert sorted(made.ids[made.ids != 7].tolist()) == kept and made.alone
     for ids, row in zip(made.ids, map(made.__getitem__, range(len(made)))):
         labels = row["labels"].numpy()
         length = int((ids != 7).sum())
@@ -573,7 +544,7 @@ def test_a_checkpoint_that_was_cut_short_is_named_with_the_one_before(whole_run:
 
 
 @pytest.mark.parametrize("changes, before, now", [
-    ({"states": "8bit"}, "states: fp32", "states: 8bit"),
+    ({"states": "8bit"}, "states: fp32, dtype: float32", "states: 8bit, dtype: float32"),
     ({"states": "8bit-sr", "dtype": "bfloat16"}, "states: fp32, dtype: float32", "states: 8bit-sr, dtype: bfloat16"),
 ], ids=["states", "states and dtype"])
 def test_states_that_hold_less_than_the_checkpoints_are_refused_or_rounded_when_told(
@@ -587,7 +558,7 @@ def test_states_that_hold_less_than_the_checkpoints_are_refused_or_rounded_when_
     write_yaml(run / folder.CONFIG, begun.with_(**changes))
     assert refused(capsys, "resume", run) == (
         f"megatrain: {run}/config.yaml says {now} now, and checkpoint-8 was written with {before}, which holds more: "
-        f"put {before} back there to go on to the same bits, or megatrain resume {run} --convert rounds to {now}\n")
+        f"put that back there to go on to the same bits, or megatrain resume {run} --convert rounds\n")
     assert (run / "checkpoint-9.tmp-1-0").exists(), "nothing is changed"
     assert megatrain("resume", run, "--convert") == 0
     assert manifest.read(run / "checkpoint-9")["states"] == changes["states"]
@@ -599,7 +570,7 @@ def test_states_that_hold_less_than_the_checkpoints_are_refused_or_rounded_when_
 
 def test_documents_that_would_see_each_other_get_rows_of_their_own(tmp_path: Path,
                                                                    capsys: pytest.CaptureFixture[str]) -> None:
-    model = small("opt").eval()
+    model = small_opt().eval()
     torch.nn.init.normal_(model.lm_head.weight, std=0.5)     # so that what is seen matters
     model.save_pretrained(tmp_path / "opt")
     bytes_tokenizer().save_pretrained(tmp_path / "opt")
@@ -613,8 +584,8 @@ def test_documents_that_would_see_each_other_get_rows_of_their_own(tmp_path: Pat
         with torch.no_grad():
             losses += model(ids[None], labels=labels[None]).loss.item() * int(document.trained.sum())
         targets += int(document.trained.sum())
-    said = ("documents in one row of OPTForCausalLM see each other, whatever position_ids say; so each has rows of its "
-            "own, filled up at the end: 10 rows, not 5")
+    said = ("documents in one row of a model of kind opt may see each other, so each has rows of its own, filled up at "
+            "the end: 10 rows")
     assert megatrain("eval", *these) == 0
     out = capsys.readouterr().out
     assert said in out
@@ -648,7 +619,7 @@ def test_words_of_refusals_say_what_to_do(whole_run: Path, toy: str, capsys: pyt
         (("train", toy, whole_run / "mine.txt"), f"no such file; did you mean {text}?"),
         (("train", "./nothing", text), "no such folder"),
         (("train", whole_run / "whola", text), f"no such folder; did you mean {run}?"),
-        (("train", toy, text, "--out", "/proc/n"), "out=/proc/n: the folder cannot be made (No such file or directory)"),
+        (("train", toy, text, "--out", "/proc/n"), "out=/proc/n: nothing can be written there (No such file or directory)"),
         (("train", toy, text, "--out", "/proc"), "out=/proc: nothing can be written there"),
         (("train", toy, text, "--gpus", 9999), "gpus=9999: there are"),
         (("train", toy, text, "--chat-template", whole_run / "none"), "No such file or directory"),
@@ -661,14 +632,14 @@ def test_words_of_refusals_say_what_to_do(whole_run: Path, toy: str, capsys: pyt
         (("train", toy, text, "--out", whole_run / "n", "--micro", 3, "--tokens", 256), "equal parts; 1, 2 can"),
         (("train", toy, text, "--report-to", "wandb"), "is not installed: pip install wandb"),
         (("train", "--config", whole_run / "no.yaml"), "No such file"),
-        (("train", "--config", whole_run / "torn.yaml"), "torn.yaml:2: not YAML: mapping values are not allowed here"),
-        (("train", "--config", whole_run / "bytes.yaml"), "bytes.yaml: not UTF-8"),
+        (("train", "--config", whole_run / "torn.yaml"), "torn.yaml: not YAML: mapping values are not allowed here"),
+        (("train", "--config", whole_run / "bytes.yaml"), "bytes.yaml: not YAML: "),
         (("resume", run), f"is finished: its model is {run / 'model'}; megatrain train {run} DATA"),
         (("resume", toy), "is no run"),
         (("resume", whole_run / "whola"), f"no such folder; did you mean {run}?"),
         (("export", run, whole_run / "e", "--step", 3), "there are 8"),
         (("export", run, run), "is there already; name a folder that is not"),
-        (("export", run, "/proc/a/b"), "to=/proc/a: the folder cannot be made"),
+        (("export", run, "/proc/a/b"), "to=/proc/a: nothing can be written there"),
         (("generate", run, "--prompt", "a", "--chat"), "no chat template; without --chat"),
         (("generate", run, "--prompt", "a", "--max-new-tokens", 0), "max_new_tokens=0: at least 1"),
         (("generate", run, "--prompt", "a", "--max-new-tokens", 128), "128 positions at most; --max-new-tokens 127"),
@@ -676,11 +647,10 @@ def test_words_of_refusals_say_what_to_do(whole_run: Path, toy: str, capsys: pyt
         (("generate", run, "--prompt", "a", "--temperature", -1), "temperature=-1.0: 0 or more is needed"),
         (("generate", run, "--prompt", "a", "--top-p", 7), "top_p=7.0: a share is needed"),
         (("generate", run, "--prompt", "a", "--device", "cuda"), "device=cuda: torch sees no CUDA device"),
-        (("report", run, "--out", toy), f"out={toy} is a folder: the name of a file"),
-        (("report", run, "--out", run / "no/a.html"), f"there is no folder {run / 'no'}"),
+        (("report", run, "--out", toy), f"{toy}: Is a directory"),
+        (("report", run, "--out", run / "no/a.html"), f"{run / 'no/a.html'}: No such file or directory"),
         (("doctor", "--device", "cuda"), "--device cuda: torch sees no CUDA device"),
-        (("doctor", "--out", "/proc/n/m.json"), "--out /proc/n: the folder cannot be made"),
-        (("plan", run, "--tokens", 64, "--seq", 64, "--picture", "a.foo"), "ends in .png or .svg or .pdf"),
+        (("doctor", "--out", "/proc/n/m.json"), "--out /proc/n: nothing can be written there"),
         (("plan", run, "--tokens", 64, "--seq", 64, "--machine", whole_run / "list.json"), "list.json: not a machine"),
     ]:
         if ("wandb" in words and importlib.util.find_spec("wandb")) or ("cuda" in words and torch.cuda.is_available()):
@@ -815,7 +785,7 @@ def test_a_name_that_is_nowhere_is_refused_after_one_request(unreachable: list[s
                                                              capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "my.txt").write_text(TEXT[:500])
     said = refused(capsys, "train", "no-such-model", tmp_path / "my.txt", "--out", tmp_path / "out")
-    assert "no folder of this name here, so the hub was asked" in said and "does not answer, and its cache here" in said
+    assert "no folder of this name here, so the hub was asked" in said and "cache" in said
     assert len(unreachable) == 1 and not (tmp_path / "out").exists()
     assert "Repo id must use" in refused(capsys, "plan", "no model", "--tokens", 64, "--seq", 64)
 
@@ -831,20 +801,11 @@ def test_a_model_in_the_hubs_cache_is_used_where_the_hub_does_not_answer(
     assert len(unreachable) == 1
 
 
-def test_a_hub_that_answers_late_counts_as_none(unreachable: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import constants
-    over = threading.Event()
-    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.05)
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: over.wait(60))
-    assert not models.hub_answers()
-    over.set()
-
-
 def test_a_hub_that_answers_is_asked_by_name(unreachable: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it answers: that is transformers' to deal with."""
     from huggingface_hub import utils
     heads = []
     session = types.SimpleNamespace(head=lambda url, timeout: heads.append((url, timeout)) or "503")
     monkeypatch.setattr(utils, "get_session", lambda: session)
-    assert models._source("toys/toy") == models._source("toys/toy") == "toys/toy"
+    assert models.hub_answers() and models.hub_answers()
     assert len(heads) == 1 and heads[0][1] > 0 and not unreachable

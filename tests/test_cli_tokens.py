@@ -183,5 +183,5 @@ def test_a_text_takes_at_most_twelve_bytes_a_byte(tmp_path: Path) -> None:
     before = memory("VmRSS")
     found = data.sources(settings, settings.data, tokenizer)
     parts = data.held_out(data.mixed(found, 0), 0.02, 0)
-    assert len(data.rows_of(settings, tokenizer, parts)[0]) > 5000
+    assert len(data.rows_of(settings, tokenizer, parts, "llama")[0]) > 5000
     assert memory("VmHWM") - before < 12 * size + 20_000_000, "20 MB: what calls of the tokenizer take"

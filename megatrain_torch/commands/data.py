@@ -24,7 +24,7 @@ import torch
 
 from megatrain_torch import MegatrainError
 
-from . import models, records
+from . import records
 from .records import Chat, Record, Template
 from .settings import Settings, say
 
@@ -39,6 +39,14 @@ AT_ONCE = 4                          # passages: the tokenizer takes them on thr
 NEEDED = {"dpo": ("chosen", "rejected"), "orpo": ("prompt", "chosen", "rejected"), "reward": ("chosen", "rejected"),
           "kto": ("prompt", "completion", "label"), "grpo": ("prompt",)}
 IGNORED = -100                       # a label that is no target, torch's own
+# Kinds of models in which documents of one row, told apart by position_ids alone, do not see each other:
+# tests/test_cli.py asks them. Others get rows of one document each.
+SEPARATE = frozenset("""
+    apertus arcee bitnet cohere cohere2 cwm deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe exaone4 flex_olmo gemma
+    gemma2 gemma3 gemma3_text gemma4 gemma4_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox granite granitemoe
+    granitemoeshared helium llama llama4_text minimax_m2 ministral ministral3 mistral mixtral nanochat nemotron olmo
+    olmo2 olmo3 olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm
+    starcoder2 vaultgemma""".split())
 LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
@@ -46,7 +54,8 @@ LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0
 class Document:
     """Tokens of one record: ids [n]; trained [n] bool, of a text a view of one True. whole: it may not be cut for a
     row's sake. starts: where the parts of a conversation begin whose answers cannot stand in one text; parts go
-    together into what is trained or held out, and have rows of their own. chat: made by the chat template."""
+    together into what is trained or held out, and have rows of their own. chat: made by the chat template.
+    With methods other than sft ids are the letters of the record's JSON: weights and shares count these."""
 
     ids: np.ndarray
     trained: np.ndarray
@@ -61,41 +70,25 @@ class Document:
     def parts(self) -> list[Document]:
         return [self.cut(a, b) for a, b in pairwise([*self.starts, len(self)])] if len(self.starts) > 1 else [self]
 
+    @property
+    def record(self) -> Record:
+        return json.loads(self.ids.tobytes())
+
     def cut(self, begin: int, end: int) -> Document:
         return Document(self.ids[begin:end], self.trained[begin:end], self.whole)
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A record as TRL has it. Its length is that of its JSON: weights and shares count characters."""
-
-    record: Record
-    whole: bool = True
-    starts: tuple[int, ...] = (0,)
-
-    @property
-    def chat(self) -> bool:
-        return any(isinstance(self.record.get(name), list) for name in ("prompt", "chosen", "completion"))
-
-    def __len__(self) -> int:
-        return len(self.text)
-
-    @property
-    def text(self) -> str:
-        return json.dumps(self.record, sort_keys=True)
 
 
 # ---- records -------------------------------------------------------------------------------------
 
 def documents(found: Iterable[Record | MegatrainError], tokenizer: Any, column: str | None = None,
-              source: str = "the data", date: datetime | None = None, method: str = "sft") -> list[Document | Pair]:
+              source: str = "the data", date: datetime | None = None, method: str = "sft") -> list[Document]:
     """Tokens of all records that have any; with other methods the records for TRL. A wrong one is left out, and said.
 
     column: the field to train on. date: the run's first day, for templates that tell it.
     Raises: MegatrainError: all are wrong, or empty."""
     template = Template(tokenizer, date)
 
-    def read(record: Record, where: str) -> Document | Pair | str:
+    def read(record: Record, where: str) -> Document | str:
         if method == "sft":
             return _document(record, template, column, where)
         return pair(record, method, bool(tokenizer.chat_template), where)
@@ -107,16 +100,19 @@ def documents(found: Iterable[Record | MegatrainError], tokenizer: Any, column: 
         ids = iter(tokenizer(short, verbose=False)["input_ids"] if short else ())
         for one in some:
             if isinstance(one, str):
-                own = (ids_of(one, tokenizer) if len(one) > 4 * PASSAGE else
-                       compact(_framed(next(ids), tokenizer) if one else ()))
-                one = Document(own, np.broadcast_to(np.True_, len(own)))
-            made += [one] if isinstance(one, Pair) or one.trained.any() else []
+                one = _all_trained(ids_of(one, tokenizer) if len(one) > 4 * PASSAGE else
+                                   compact(_framed(next(ids), tokenizer) if one else ()))
+            made += [one] * bool(one.trained.any())
     if not made:
         raise MegatrainError(f"{source} has no tokens to train on: it is empty, or its texts are")
     if apart := [len(d.starts) for d in made if len(d.starts) > 1]:
         say(f"{source}: the chat template shows earlier answers otherwise than when they were given, so each answer is "
             f"learned behind what came before it: {sum(apart)} rows of {len(apart)} conversations")
     return made
+
+
+def _all_trained(ids: np.ndarray, **more: Any) -> Document:
+    return Document(ids, np.broadcast_to(np.True_, len(ids)), **more)
 
 
 def _right(found: Iterable[Record | MegatrainError], read: Callable[[Record, str], T], source: str) -> Iterator[T]:
@@ -170,19 +166,14 @@ def _completion(record: Record, template: Template, where: str) -> Document:
     if isinstance(prompt, list) and answer is None:
         raise MegatrainError(f"{where}: prompt is a list of messages and needs a completion; or rename it to messages")
     if not isinstance(prompt, str) or not isinstance(answer, str):
-        kinds = ["an empty list" if value == [] else "a list of messages" if isinstance(value, list) else
-                 "a text" if isinstance(value, str) else records.kind_of(value) for value in (prompt, answer)]
         raise MegatrainError(f"{where} has {', '.join(map(repr, record))}: a prompt needs a completion (or response) "
-                             f"beside it; prompt is {kinds[0]} and {name} {kinds[1]}: both must be texts, or both "
-                             "lists of messages")
-    first, last = around(tokenizer)
-    ids, trained = _marked(Chat(prompt + answer, [(len(prompt), len(prompt + answer))]), tokenizer)
-    ids, marks = [*first, *ids, *last], [False] * len(first) + trained + [True] * len(last)
+                             f"beside it; prompt and {name} must be texts, or lists of messages with words in both")
+    ids, trained = _marked(Chat(prompt + answer, [(len(prompt), len(prompt + answer))]), tokenizer, special=True)
     twice = next((i for i in range(len(ids) - 1) if not ids[i] == ids[i + 1] == tokenizer.bos_token_id), 0)
     whole = _framed(ids, tokenizer) or [tokenizer.eos_token_id]
-    marks = [*marks[twice:], True][:len(whole)]
-    marks[-1] = True                                 # the end is learned, where the data has it too
-    return Document(compact(whole), np.asarray(marks, bool), True)
+    trained = [*trained[twice:], True][:len(whole)]
+    trained[-1] = True                               # the end is learned, where the data has it too
+    return Document(compact(whole), np.asarray(trained, bool), True)
 
 
 def _talk(chats: list[Chat], template: Template) -> Document:
@@ -197,7 +188,8 @@ def _talk(chats: list[Chat], template: Template) -> Document:
     return Document(compact(ids), np.asarray(trained, bool), True, tuple(starts), chat=True)
 
 
-def pair(record: Record, method: str, chat: bool, where: str) -> Pair:
+def pair(record: Record, method: str, chat: bool, where: str) -> Document:
+    """A record as TRL has it."""
     made, needed = dict(records.as_asked(record, method, chat, where)), NEEDED[method]
     for name in ("prompt", "chosen", "rejected", "completion"):
         if isinstance(made.get(name), list):
@@ -212,7 +204,9 @@ def pair(record: Record, method: str, chat: bool, where: str) -> Pair:
         raise MegatrainError(f"{where}: label is {made['label']!r}: true or false is needed")
     made |= {"label": label} if "label" in needed else {}
     more = (*made,) if method == "grpo" else (*needed, "prompt", "tools", "chat_template_kwargs")
-    return Pair({name: made[name] for name in made if name in more})
+    text = json.dumps({name: made[name] for name in made if name in more}, sort_keys=True)
+    return _all_trained(np.frombuffer(text.encode(), np.uint8), whole=True,
+                        chat=any(isinstance(made.get(name), list) for name in ("prompt", "chosen", "completion")))
 
 
 # ---- tokens --------------------------------------------------------------------------------------
@@ -243,11 +237,11 @@ def around(tokenizer: Any) -> tuple[list[int], list[int]]:
     return whole[:at], whole[at + len(bare):]
 
 
-def _marked(chat: Chat, tokenizer: Any) -> tuple[list[int], list[bool]]:
+def _marked(chat: Chat, tokenizer: Any, special: bool = False) -> tuple[list[int], list[bool]]:
     """Tokens of a text, and which are learned: those that have a character of an answer. One that has characters of
-    both sides is the answer's: the prompt before it is as it was."""
+    both sides is the answer's: the prompt before it is as it was. special: with what the tokenizer puts around it."""
     def of(text: str, **kw: Any) -> Any:
-        return tokenizer(text, add_special_tokens=False, verbose=False, **kw)
+        return tokenizer(text, add_special_tokens=special, verbose=False, **kw)
 
     made = of(chat.text, **{"return_offsets_mapping": True} if tokenizer.is_fast else {})
     ids, places = list(made["input_ids"]), made.get("offset_mapping", [])
@@ -384,45 +378,29 @@ def mixed(found: list[Source], seed: int) -> list[Document]:
     return [d for some in taken for d in some]
 
 
-SAID = ("seq", "seed", "validation")                     # settings that say which row is the n-th
-
-
 def identity(settings: Settings, found: list[Source], held: list[Source]) -> dict[str, Any]:
-    """What tells the rows from others. held: held out, where that is data of its own."""
-    return {"sources": [_about(source) for source in found], "validation sources": [_about(source) for source in held],
-            "chat": any(d.chat for source in found for d in source.documents),
-            **{name: getattr(settings, name) for name in SAID if name != "validation" or not held}}
+    """What tells the rows from others: of each source its tokens, whatever its name. held: held out, where that is data
+    of its own."""
+    sources = {f"source {i} of data": _about(source) for i, source in enumerate(found, 1)}
+    apart = {f"source {i} of validation": _about(source) for i, source in enumerate(held, 1)}
+    return sources | (apart or {"validation": settings.validation}) | {
+        "seq": settings.seq, "seed": settings.seed, "chat": any(d.chat for s in found for d in s.documents)}
 
 
-def _about(source: Source) -> dict[str, Any]:
+def _about(source: Source) -> str:
     whole = hashlib.sha256()
     for d in source.documents:
-        if isinstance(d, Pair):
-            whole.update(d.text.encode())
-            continue
         whole.update(f"{len(d)} {d.whole} {d.trained.all()} {'' if len(d.starts) == 1 else d.starts}".encode())
         whole.update(d.ids.astype("<u4").tobytes() if len(d) < 1 << 20 else d.ids.data)
         if not d.trained.all():
             whole.update(d.trained.tobytes())
-    return {"name": source.name, "weight": source.weight, "tokens": source.tokens, "sha256": whole.hexdigest()}
+    return f"{source.tokens:,} tokens of weight {source.weight} with the hash {whole.hexdigest()}"
 
 
 def difference(then: dict[str, Any], now: dict[str, Any]) -> str:
-    """Words for what differs between two identities, where the rows do; "": they are the same."""
-    for kind in ("sources", "validation sources"):
-        before, after = then.get(kind) or [], now[kind]
-        if not isinstance(before, list) or len(before) != len(after):
-            return f"data has {len(after)} sources now, and had others when the run began"
-        for a, b in zip(before, after):
-            a = a if isinstance(a, dict) else {}
-            if a.get("sha256") != b["sha256"]:
-                counts = (f" ({b['tokens']:,} tokens now, and {a['tokens']:,} then)"
-                          if isinstance(a.get("tokens"), int) else "")
-                return f"{b['name']} is not what the run was begun with{counts}"
-            if a.get("weight") != b["weight"]:
-                return f"{b['name']} has a weight of {b['weight']} now, and had {a.get('weight')}"
-    changed = [name for name in SAID if then.get(name) != now.get(name)]
-    return f"{changed[0]} is {now.get(changed[0])} now, and was {then.get(changed[0])}" if changed else ""
+    """Words for what differs between two identities; "": they are the same."""
+    return next((f"{name} is {now.get(name)} now, and was {then.get(name)}" for name in {**now, **then}
+                 if then.get(name) != now.get(name)), "")
 
 
 # ---- rows ----------------------------------------------------------------------------------------
@@ -454,14 +432,13 @@ class _NoRow(dict):
 @dataclass(frozen=True, eq=False)
 class Rows(torch.utils.data.Dataset):
     """ids: [rows, seq], of two bytes where they fit; learned, begins: [rows, seq] bool: what is a target, where a
-    document's positions start again. cut: documents that lost their end, being longer than a row; shared: rows with
-    several documents; alone: there were to be none."""
+    document's positions start again. cut: documents that lost their end, being longer than a row. alone: no row has
+    several documents."""
 
     ids: np.ndarray
     learned: np.ndarray
     begins: np.ndarray
     cut: int = 0
-    shared: int = 0
     alone: bool = False
 
     def __len__(self) -> int:
@@ -524,16 +501,21 @@ def packed(found: Sequence[Document], seq: int, filler: int, alone: bool = False
             at += len(part)
         if at < seq:
             begins[row, at] = True
-    cut, shared = sum(d.whole and len(d) > seq for d in found), sum(len(parts) > 1 for parts in plan)
-    return Rows(ids, learned, begins, cut, shared, alone)
+    return Rows(ids, learned, begins, sum(d.whole and len(d) > seq for d in found), alone)
 
 
-def rows_of(settings: Settings, tokenizer: Any, parts: tuple[list[Document], list[Document]], alone: bool = False
+def rows_of(settings: Settings, tokenizer: Any, parts: tuple[list[Document], list[Document]], kind: str
             ) -> tuple[Rows, Rows]:
-    """Of what is trained, and of what is held out. Raises: MegatrainError: nothing is to be learned."""
+    """Of what is trained, and of what is held out. kind: the model's, as its config has it.
+    Raises: MegatrainError: nothing is to be learned."""
     seq, filler = settings.seq, next((t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id) if t is not None), 0)
-    train, held = (packed(part, seq, filler, alone) for part in parts)
+    train, held = (packed(part, seq, filler, kind not in SEPARATE) for part in parts)
     if train.targets:
+        if train.alone:
+            say(f"documents in one row of a model of kind {kind} may see each other, so each has rows of its own, "
+                f"filled up at the end: {len(train)} rows")
+        if cut := train.cut + held.cut:
+            say(f"{cut} conversations are longer than {seq} tokens and lost their end; --seq makes room")
         return train, held
     found = [part for d in parts[0] for part in d.parts]
     if found and all(d.whole and not d.trained[1:seq].any() for d in found):
@@ -543,17 +525,6 @@ def rows_of(settings: Settings, tokenizer: Any, parts: tuple[list[Document], lis
     tokens, aside = (sum(map(len, part)) for part in parts)
     raise MegatrainError(f"of {tokens} tokens, in rows of {seq} (--seq), none is to be learned; {aside} more are held "
                          "out (--validation)")
-
-
-def fitted(model: Any, settings: Settings, tokenizer: Any, parts: tuple[list[Document], list[Document]],
-           rows: tuple[Rows, Rows], flat: bool) -> tuple[Rows, Rows]:
-    """Rows, as rows_of packs them, or, where the model would see other documents in them, of one document each."""
-    if (flat or any(some.shared for some in rows)) and (why := models.why_alone(model, settings.seq, collate(flat))):
-        many, rows = len(rows[0]), rows_of(settings, tokenizer, parts, alone=True)
-        say(f"{why}; so each has rows of its own, filled up at the end: {len(rows[0])} rows, not {many}")
-    if cut := sum(some.cut for some in rows):
-        say(f"{cut} conversations are longer than {settings.seq} tokens and lost their end; --seq makes room")
-    return rows
 
 
 def collate(flat: bool) -> Callable[[list[dict[str, torch.Tensor]]], dict[str, torch.Tensor]]:

@@ -215,13 +215,6 @@ class Owned:
             raise MegatrainError(f"out={self.run} has {', '.join(found[:3])}{more}, which no run of megatrain made, or "
                                  "not as it is now, and a run would put its own there: --out names another folder")
 
-    @property
-    def nbytes(self) -> int:
-        """Of what is in folders that are listed; a file that checkpoints share by links counts once."""
-        folders = [path for name in self.entries if not (path := self.run / name).is_symlink()]
-        found = [(path / file).lstat() for path in folders for file in _files(path)]
-        return sum({(s.st_dev, s.st_ino): s.st_size for s in found}.values())
-
     def _remove_drafts(self, name: str) -> None:
         """What killed saves of a checkpoint left: the lock is this process's, so nobody writes there."""
         for path in self.run.glob(f"{name}.*") if step_of(name) >= 0 else ():
@@ -331,10 +324,6 @@ def is_finished(run: Path) -> bool:
     return FINAL in Owned(run).entries and any((run / FINAL / name).is_file() for name in ("config.json", ADAPTER))
 
 
-def is_chat(name: str) -> bool:
-    return (Path(name) / MARKER).is_file() and bool(Owned(Path(name)).data.get("chat"))
-
-
 def lines(run: Path) -> list[dict[str, Any]]:
     """Of log.jsonl. What is no line of ours, such as one that a crash cut short, is left out."""
     texts = (run / LOG).read_bytes().splitlines() if (run / LOG).is_file() else ()
@@ -350,9 +339,6 @@ def _line(text: bytes) -> dict[str, Any] | None:
 
 
 def forget_after(run: Path, step: int) -> None:
-    """Takes from log.jsonl what comes after a checkpoint, as these steps will be made again, and a line cut short."""
+    """Takes from log.jsonl what comes after a checkpoint, as these steps will be made again, and what is no line."""
     texts = (run / LOG).read_bytes().splitlines() if (run / LOG).is_file() else []
-    kept = [text for text in texts if (line := _line(text)) is None or line["step"] <= step]
-    if kept and _line(kept[-1]) is None:
-        kept.pop()
-    replace(run / LOG, b"".join(text + b"\n" for text in kept))
+    replace(run / LOG, b"".join(text + b"\n" for text in texts if (line := _line(text)) and line["step"] <= step))

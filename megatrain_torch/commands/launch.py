@@ -10,6 +10,7 @@ whatever happened.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import math
 import os
@@ -32,6 +33,7 @@ from megatrain_torch import MegatrainError
 T = TypeVar("T")
 # Who started this one; a file of why processes end; the first one's socket, on which its store listens.
 LAUNCHER, TOLD, MEET = "MEGATRAIN_LAUNCHER", "MEGATRAIN_TOLD", "MEGATRAIN_MEET"
+PR_SET_PDEATHSIG = 1                 # of linux/prctl.h
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 GRACE_S = 30.0                       # in which the others end by themselves, once one has failed
 PATIENCE = timedelta(days=3)         # the first one may read much data, and write to a slow disk
@@ -50,16 +52,10 @@ def joins() -> bool:
 
 def watch() -> None:
     """A process that was started for one GPU is told to stop, and save, when who started it is gone."""
-    launcher = int(os.environ.get(LAUNCHER, 0))
-
-    def look() -> None:
-        while os.getppid() == launcher:
-            time.sleep(1)
-        sys.stderr.write(f"megatrain: the launcher (process {launcher}) ended, and so does rank {_rank()}\n")
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    if launcher:
-        threading.Thread(target=look, daemon=True).start()
+    if joins():
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != int(os.environ[LAUNCHER]):        # gone before that was asked for
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def complain(why: BaseException, text: str) -> None:
@@ -110,13 +106,11 @@ class Team:
         if any(failed):
             raise Heard(f"rank {failed.index(True)} failed")
 
-    def first_does(self, what: Callable[[], T]) -> T | None:
-        """What the first one's call gives, there; None in the others. What it refuses is refused in all."""
+    def first_does(self, what: Callable[[], T]) -> T:
+        """What the first one's call gives, in all. What it refuses is refused in all."""
         with self.as_one():
-            return what() if self.first else None
-
-    def of_first(self, value: T) -> T:
-        return self._told(dist.broadcast_object_list, [value], 0)[0]
+            found = [what() if self.first else None]
+        return self._told(dist.broadcast_object_list, found, 0)[0]
 
     def most(self, *numbers: int) -> list[int]:
         """Of each of these the highest that any has."""
@@ -156,7 +150,7 @@ def hearing(heard: Callable[[int, Any], None]) -> Iterator[None]:
 
 def launch(words: Sequence[str], gpus: int) -> int:
     """Runs the command in as many processes; returns the status of the first that failed, or 0."""
-    deadline, interrupts, told = math.inf, 0, tempfile.NamedTemporaryFile("r")
+    deadline, told = math.inf, tempfile.NamedTemporaryFile("r")
     failed = (0, 0)                      # code and rank of the first that did not end well
     threads = max(1, (len(os.sched_getaffinity(0)) - 1) // gpus)
     meet = socket.create_server(("127.0.0.1", 0))        # the first one inherits it: so its port stays theirs
@@ -175,12 +169,8 @@ def launch(words: Sequence[str], gpus: int) -> int:
     meet.close()
 
     def pass_on(number: int, _: object) -> None:
-        nonlocal deadline, interrupts
         for process in processes:
             process.send_signal(number)                  # to none that has ended
-        interrupts += number == signal.SIGINT
-        if interrupts == 2:                              # they end at once
-            deadline = min(deadline, time.monotonic() + GRACE_S)
 
     def kill() -> None:
         for process in processes:
@@ -203,16 +193,11 @@ def launch(words: Sequence[str], gpus: int) -> int:
     finally:
         kill()                                           # whatever ended this, they end too
     code, rank = failed
-    text = said_once([json.loads(line) for line in told])
+    who, text = json.loads(told.readline() or '[0, ""]')                         # the first of what processes said
+    text = f"rank {who}: {text}" if who else text
     if code < 0:
         more = "; there may be no memory left: the kernel's log says so" if code == -signal.SIGKILL else ""
         text = f"rank {rank} (process {processes[rank].pid}) was ended by {signal.Signals(-code).name}{more}"
     if text:
         sys.stderr.write(f"megatrain: {text}\n")
     return code if code >= 0 else 128 - code
-
-
-def said_once(told: list[list[Any]]) -> str:
-    """The first of what processes said, each [rank, text]; without the rank where the first process says it too."""
-    rank, text = told[0] if told else (0, "")
-    return text if rank == 0 or [0, text] in told else f"rank {rank}: {text}"

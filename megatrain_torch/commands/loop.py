@@ -1,4 +1,4 @@
-"""What TRL trains: its trainers around a streamed model, and their arguments from a run's settings.
+"""What Trainer and TRL train: their trainers around a streamed model, and arguments from a run's settings.
 
 Theirs: methods and their losses, accumulation, schedules, the data's order and its place in it, early stopping,
 TensorBoard and Weights & Biases. Ours: mt.AdamW, which clips and tells the norm without a pass of its own over the
@@ -29,6 +29,7 @@ from torch import nn
 from torch.utils.data import Sampler, SequentialSampler
 from transformers import EarlyStoppingCallback, HfArgumentParser, Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, TrainerControl, TrainerState
+from transformers.training_args import TrainingArguments
 
 import megatrain_torch as mt
 from megatrain_torch import MegatrainError
@@ -41,15 +42,15 @@ from .settings import SEQUENCES, Settings, say, unknown
 LONG_S = 5.0                         # a step that takes longer tells how far it is
 ROSE = 0.5                           # nats above the first loss: more than batches differ
 EVERY_S = 30.0                       # without a terminal: between two lines with the loss
-CLASSES = {"sft": ("trl", "SFT"), "dpo": ("trl", "DPO"), "kto": ("trl", "KTO"), "reward": ("trl", "Reward"),
+CLASSES = {"dpo": ("trl", "DPO"), "kto": ("trl", "KTO"), "reward": ("trl", "Reward"),
            "orpo": ("trl.experimental.orpo", "ORPO"), "grpo": ("trl", "GRPO")}
-# Of TRL's arguments, what a run's settings say, or how it trains.
+# Of a trainer's arguments, what a run's settings say, or how it trains.
 OURS = frozenset("""
     output_dir per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_steps optim seed
     learning_rate lr_scheduler_type max_grad_norm weight_decay logging_steps logging_first_step eval_strategy eval_steps
-    save_strategy save_steps save_total_limit use_cpu bf16 fp16 gradient_checkpointing report_to disable_tqdm packing
-    dataloader_pin_memory max_length dataset_kwargs remove_unused_columns prediction_loss_only push_to_hub
-    model_init_kwargs chat_template_path hub_token hub_strategy hub_always_push""".split())
+    save_strategy save_steps save_total_limit use_cpu bf16 fp16 gradient_checkpointing report_to disable_tqdm
+    dataloader_pin_memory max_length remove_unused_columns prediction_loss_only push_to_hub model_init_kwargs
+    chat_template_path hub_token hub_strategy hub_always_push""".split())
 HELD_OUT_ROWS = 200                  # at most, by default: an evaluation is a small part of a run
 
 
@@ -223,7 +224,7 @@ class OfRows(Streamed):
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kw: Any) -> Any:
         """Without a cache of keys and values: with one, a packed row is taken for one sequence."""
-        return Trainer.compute_loss(self, model, {**inputs, "use_cache": False}, *args, **kw)
+        return super().compute_loss(model, {**inputs, "use_cache": False}, *args, **kw)
 
     def get_train_dataloader(self) -> Any:
         made = super().get_train_dataloader()
@@ -241,8 +242,6 @@ class OfRows(Streamed):
         return Filled(SeedableRandomSampler(self.train_dataset), self._train_batch_size * self.run.team.size)
 
     def _get_eval_sampler(self, rows: Any) -> Any:
-        if self.run.team.size == 1:
-            return super()._get_eval_sampler(rows)
         return Filled(SequentialSampler(rows), self.args.eval_batch_size * self.run.team.size)
 
     def evaluation_loop(self, *args: Any, **kw: Any) -> Any:
@@ -283,6 +282,9 @@ class Filled(Sampler[int | None]):
 # ---- its arguments -------------------------------------------------------------------------------
 
 def classes(method: str) -> tuple[type, type]:
+    """Of a trainer, and of its arguments. With sft the rows are ours, and so nothing is left for TRL's trainer."""
+    if method == "sft":
+        return Trainer, TrainingArguments
     module, name = CLASSES[method]
     found = importlib.import_module(module)
     return getattr(found, f"{name}Trainer"), getattr(found, f"{name}Config")
@@ -341,8 +343,7 @@ def arguments(settings: Settings, held: bool) -> Any:
         report_to=[] if s.report_to == "none" else [s.report_to], disable_tqdm=True, dataloader_pin_memory=False)
     usual = dict(warmup_steps=int(s.warmup * s.steps), log_level_replica="error", **best if s.early_stopping else {})
     if s.method == "sft":
-        ours |= dict(prediction_loss_only=True, remove_unused_columns=False, max_length=None, packing=False,
-                     dataset_kwargs={"skip_prepare_dataset": True})
+        ours |= dict(prediction_loss_only=True, remove_unused_columns=False)
     elif s.method == "grpo":
         usual |= dict(max_completion_length=max(1, s.seq // 2), num_generations=min(8, micro_rows * s.micro * s.gpus),
                       **beside if "beta" in s.more or ".py:" not in s.reward else {})
@@ -353,7 +354,7 @@ def arguments(settings: Settings, held: bool) -> Any:
                           **beside if "precompute_ref_log_probs" in s.more else {})
     kind = classes(s.method)[1]
     if "router_aux_loss_coef" in {f.name for f in dataclasses.fields(kind)}:
-        usual |= dict(router_aux_loss_coef=0.0)          # a mixture's loss is that of its words, as transformers has it
+        usual |= dict(router_aux_loss_coef=0.0)
     return kind(**ours, **usual | given(s))
 
 
@@ -363,17 +364,24 @@ def trainer_of(run: Run, model: Any, tokenizer: Any, train: Any, held: Any, how:
 
     settings = run.settings
     rows, (kind, _) = settings.method == "sft", classes(settings.method)
-    # TRL looks at data sets of its own kind when a trainer is made; rows take their place behind that. What it makes of
-    # records it keeps beside them, in a folder that all processes see and no other run: the cache of `datasets` knows
-    # nothing of this package's version.
-    data = [None, None]
-    for i, part in enumerate((train, held)):
-        if len(part):
-            found = [{"input_ids": [0], "labels": [0]}] if rows else [p.record for p in part]
-            run.team.first_does(lambda: datasets.Dataset.from_list(found).save_to_disk(f"{run.scratch}/{i}"))  # noqa: B023
-            data[i] = datasets.load_from_disk(f"{run.scratch}/{i}")
-    if not rows and tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+
+    def as_dataset(name: str, part: list[Any]) -> Any:
+        """What TRL makes of records it keeps beside them, in a folder that all processes see and no other run: the
+        cache of `datasets` knows nothing of this package's version."""
+        if not part:
+            return None
+        where = f"{run.scratch}/{name}"
+        run.team.first_does(lambda: datasets.Dataset.from_list([p.record for p in part]).save_to_disk(where))
+        return datasets.load_from_disk(where)
+
+    if rows:
+        if hasattr(words := model.config.get_text_config(), "output_router_logits"):
+            words.output_router_logits = False           # a mixture's loss is that of its words
+        more = {"data_collator": collate(settings.device == "cuda" and not train.alone), "train_dataset": train,
+                "eval_dataset": held.first(HELD_OUT_ROWS) if len(held) else None}
+    else:
+        more = {"train_dataset": as_dataset("train", train), "eval_dataset": as_dataset("held", held)}
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 
     def adamw(model: Any) -> mt.AdamW:
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -382,18 +390,15 @@ def trainer_of(run: Run, model: Any, tokenizer: Any, train: Any, held: Any, how:
         return mt.AdamW([g for g in groups if g["params"]], lr=settings.lr, betas=(0.9, settings.beta2),
                         weight_decay=settings.weight_decay, states=settings.states)
 
-    more = {"data_collator": collate(settings.device == "cuda" and not train.alone)} if rows else {}
     more |= {} if reward is None else {"reward_funcs": reward}
     try:
         with _left_alone(model):
             trainer = mt.stream_trainer(
                 type(kind.__name__, (OfRows if rows else Streamed, kind), {"run": run}), model,
                 arguments(settings, bool(len(held))), optimizer=adamw, stream_with=how,
-                processing_class=tokenizer, train_dataset=data[0], eval_dataset=data[1], **more)
+                processing_class=tokenizer, **more)
     except ValueError as why:                            # of TRL, about arguments that do not go together
         raise MegatrainError(f"{settings.method}: {why}") from None
-    if rows:
-        trainer.train_dataset, trainer.eval_dataset = train, held.first(HELD_OUT_ROWS) if len(held) else None
     return trainer
 
 
@@ -445,7 +450,7 @@ class Bar(TrainerCallback):
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._say, self._trace, self._task, self._begun = say, trace, None, monotonic()
-        self._told, self._untold = -math.inf, ""     # when a line with the loss was written, and what came since
+        self._told = -math.inf                       # when a line with the loss was written
         console = Console()                          # while it is drawn, rich writes other lines above it
         self._bar = Progress(TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=12),
                              TextColumn("{task.fields[within]}{task.description}"), TimeRemainingColumn(),
@@ -467,23 +472,18 @@ class Bar(TrainerCallback):
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._bar.stop()
-        self._tell()
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if "loss" in logs and self._task is not None:
             text = (f"loss {logs['loss']:.4g}  norm {logs.get('grad_norm', math.nan):.3g}  "
                     f"{logs['tokens_per_second']:,.0f} tokens/s")
             self._bar.update(self._task, description=text)
-            self._untold = f"step {state.global_step}/{state.max_steps}: {text}"
-            if monotonic() - self._told >= EVERY_S:
-                self._tell()
+            late = monotonic() - self._told >= EVERY_S or state.global_step == state.max_steps
+            if late and not self._bar.console.is_terminal:
+                self._say(f"step {state.global_step}/{state.max_steps}: {text}")
+                self._told = monotonic()
         if "eval_loss" in logs:
             self._say(f"step {state.global_step}: held-out loss {logs['eval_loss']:.4f}")
 
     def on_save(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         self._say(f"step {state.global_step}: checkpoint-{state.global_step}")
-
-    def _tell(self) -> None:
-        if self._untold and not self._bar.console.is_terminal:
-            self._say(self._untold)
-            self._told, self._untold = monotonic(), ""

@@ -4,7 +4,6 @@ folders that they are written to.
 from __future__ import annotations
 
 import contextlib
-import copy
 import difflib
 import functools
 import importlib
@@ -13,7 +12,6 @@ import logging
 import os
 import shutil
 import tempfile
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -155,7 +153,9 @@ def _load(name: str, what: str, read: Callable[[str], Any]) -> Any:
     if path.is_dir() and not any((path / file).is_file() for file in ("config.json", ADAPTER)):
         raise MegatrainError(f"{name} has no config.json: a folder in Hugging Face format, or a run, is needed")
     try:
-        return read(_source(name))
+        if not path.is_dir() and not hub_answers():
+            importlib.import_module("huggingface_hub.constants").HF_HUB_OFFLINE = True       # its cache has it, or not
+        return read(name)
     except MegatrainError:
         raise
     except Exception as why:                         # what a folder says is run, and raises what it likes
@@ -163,39 +163,16 @@ def _load(name: str, what: str, read: Callable[[str], Any]) -> Any:
         raise MegatrainError(f"{name!r}: no {what} to be had{hint}: {_words(why, path)}") from None
 
 
-def _source(name: str) -> str:
-    """What from_pretrained is given: a name on the hub, or its folder in the hub's cache where the hub does not answer.
-    """
-    if Path(name).is_dir() or hub_answers():
-        return name
-    from huggingface_hub import constants, errors, snapshot_download
-
-    try:
-        return snapshot_download(name, local_files_only=True)
-    except errors.LocalEntryNotFoundError:
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} does not answer"
-        raise OSError(f"{why}, and its cache here has no {name}") from None
-
-
 @functools.cache
 def hub_answers() -> bool:
     """One request, of HF_HUB_ETAG_TIMEOUT seconds at most (10 by default). Without it each file of a model is asked for
     six times, 23 seconds long, before its place in the cache is looked at."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import constants, utils
 
-    answers: list[Any] = []
-
-    def ask() -> None:
-        with contextlib.suppress(Exception):         # of httpx, or of huggingface_hub where it may not ask at all
-            answers.append(get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT))
-
-    # A thread of its own, left behind when it is late: looking up a host's name has no time limit, and each of its
-    # addresses has one. The answer is read after the join, or not at all.
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(constants.HF_HUB_ETAG_TIMEOUT)
-    return bool(answers)
+    with contextlib.suppress(Exception):             # of httpx, or of huggingface_hub where it may not ask at all
+        utils.get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        return True
+    return False
 
 
 def _words(why: Exception, path: Path) -> str:
@@ -285,102 +262,15 @@ def _quiet() -> Iterator[Any]:
         yield importlib.import_module("peft")
 
 
-# ---- whether documents may share a row -----------------------------------------------------------
-
-PROBE = 8                            # tokens of a document of why_alone
-SAMPLE_BYTES = 8 << 30               # of a model that is made to be asked
-LEAK = 1e-4                          # of the logits: more than rounding in fp32; 1e-6 was seen, and 0.05 of leaks
-# Kinds that were asked in this project's tests.
-SEPARATE = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2",
-                      "gemma3_text", "phi3", "olmo2", "granite", "glm4", "smollm3"})
-ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}     # layer_types that look at tokens by a mask
-
-
-def why_alone(model: Any, seq: int, batch: Callable[..., Any]) -> str | None:
-    """Why each document needs rows of its own with this model, or None: they may share rows. Kinds of SEPARATE were
-    asked. One with layers that carry a state from token to token is not: a mask does not reach it, and what it carries
-    may be small today. Of any other a small one is made, of this class and configuration. batch: training's collate."""
-    name, config = type(model).__name__, model.config
-    if config.model_type in SEPARATE:
-        return None
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if kinds - ATTENTION or any(isinstance(m, torch.nn.Conv1d) for m in model.modules()):
-        return f"{name} has layers that carry a state from token to token, from one document into the next"
-    try:
-        leak, scale = _leak(_sample(model), max(1, min(PROBE, seq // 2)), batch)
-    except Exception as why:                         # a model is a program; without an answer, what is always right
-        return f"whether documents in one row of {name} see each other could not be asked ({why})"
-    if leak <= LEAK * scale:                         # not so of NaN, which is no answer either
-        return None
-    return f"documents in one row of {name} see each other, whatever position_ids say"
-
-
-def _sample(model: Any) -> Any:
-    """A model of the same class in fp32, with the first layers of each kind and a small vocabulary, whose weights are
-    so large that what one token has of another is seen."""
-    config = copy.deepcopy(model.config)
-    kinds = getattr(config, "layer_types", None) or [""] * 2
-    most = max(2, *(kinds.index(kind) + 1 for kind in set(kinds)), getattr(config, "first_k_dense_replace", 0) + 1)
-    config.num_hidden_layers = min(most, config.num_hidden_layers)
-    if getattr(config, "layer_types", None):
-        config.layer_types = kinds[:config.num_hidden_layers]
-    for name, most in (("vocab_size", 64), ("intermediate_size", 256), ("moe_intermediate_size", 64)):
-        if isinstance(getattr(config, name, None), int):
-            setattr(config, name, min(getattr(config, name), most))
-    config.pad_token_id = config.bos_token_id = config.eos_token_id = None
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with torch.device("meta"):
-        size = 4 * sum(p.numel() for p in type(model)(config).parameters())
-    if size > SAMPLE_BYTES:
-        raise MegatrainError(f"a small one has {size / 2**30:.0f} GiB")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        made = type(model)(config).float().eval()
-        for p in made.parameters():
-            if p.dim() > 1:
-                p.data.normal_(0, p[0].numel() ** -0.5)
-    return made
-
-
-@torch.no_grad()
-def _leak(model: Any, length: int, batch: Callable[..., Any]) -> tuple[float, float]:
-    """(how far logits of one document [length] move with what another before it says, how far apart they are by
-    themselves): the root of the mean square."""
-    one, *others = torch.randint(model.get_input_embeddings().num_embeddings, (3, length),
-                                 generator=torch.Generator().manual_seed(0))
-    again = torch.arange(length).repeat(2)
-    rows = [{"input_ids": torch.cat([other, one]), "position_ids": again} for other in (*others, one)]
-    logits = model(**batch(rows), use_cache=False).logits.view(3, 2, length, -1)
-    first = logits[2, 0]                             # nothing is before it
-    return max((logits[row, 1] - first).square().mean().sqrt().item() for row in range(3)), first.std().item()
-
-
 # ---- writing -------------------------------------------------------------------------------------
 
-def may_write(path: Path, name: str, kinds: tuple[str, ...] = ()) -> None:
-    """Refuses a file that cannot be made, before much time is spent on what goes into it. name: the flag."""
-    if kinds and path.suffix not in kinds:
-        raise MegatrainError(f"{name}={path}: a name that ends in {' or '.join(kinds)} is needed")
-    if path.is_dir():
-        raise MegatrainError(f"{name}={path} is a folder: the name of a file is needed")
-    if not path.parent.is_dir():
-        raise MegatrainError(f"{name}={path}: there is no folder {path.parent}{near(str(path.parent))}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise MegatrainError(f"{name}={path} may not be written; name another")
-
-
-def writable(out: Path, name: str = "out") -> Path:
-    """A folder, made if need be, into which something can be written. name: the flag."""
-    doing = "the folder cannot be made"
+def writable(out: Path, name: str = "out") -> None:
+    """Makes a folder if need be, or refuses it. name: the flag."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        doing = "nothing can be written there"
-        with tempfile.TemporaryFile(dir=out):
-            pass
+        tempfile.TemporaryFile(dir=out).close()
     except OSError as why:
-        raise MegatrainError(f"{name}={out}: {doing} ({why.strerror}); name another") from None
-    return out
+        raise MegatrainError(f"{name}={out}: nothing can be written there ({why.strerror}); name another") from None
 
 
 def save(model: Any, tokenizer: Any, to: Path, disk: Path) -> None:

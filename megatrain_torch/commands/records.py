@@ -114,28 +114,28 @@ def _table(path: Path) -> Iterator[Record | MegatrainError]:
     usual = TABLE_KINDS[path.suffix.lower()]
     between = next((s for s in (usual, *SEPARATORS) if s in first), usual)
     with path.open(encoding="utf-8-sig", newline="") as text:
-        rows = csv.reader(text, delimiter=between, strict=True)
+        rows = csv.DictReader(text, delimiter=between, strict=True)
         try:
-            names = [name.strip() for name in next(rows, [])]
+            rows.fieldnames = names = [name.strip() for name in rows.fieldnames or ()]
             if not names:
                 raise MegatrainError(f"{path}: it is empty; a first row with the fields' names is needed")
             if twice := [name for name in names if names.count(name) > 1]:
                 raise MegatrainError(f"{path}:1: two fields are called {twice[0]!r}: give each a name of its own")
-            for row in filter(None, rows):
-                yield _row(names, row, f"{path}:{rows.line_num}")
-        except csv.Error as why:
-            raise MegatrainError(f"{path}:{rows.line_num}: not a table: {why}") from None
-        except UnicodeDecodeError:
-            raise MegatrainError(f"{path}:{rows.line_num}: it is not UTF-8: iconv -f LATIN1 -t UTF-8 {path}") from None
+            for row in rows:
+                yield _row(row, f"{path}:{rows.line_num}")
+        except (csv.Error, UnicodeDecodeError) as why:
+            said = (f"not a table: {why}" if isinstance(why, csv.Error)
+                    else f"it is not UTF-8: iconv -f LATIN1 -t UTF-8 {path}")
+            raise MegatrainError(f"{path}:{rows.reader.line_num}: {said}") from None
 
 
-def _row(names: list[str], row: list[str], where: str) -> Record | MegatrainError:
-    if len(row) != len(names):
-        return MegatrainError(f"{where}: {len(row)} fields, and {len(names)} names in the first row; a text with "
-                              "commas or line ends stands in \"...\"")
+def _row(row: Record, where: str) -> Record | MegatrainError:
+    if None in row or None in row.values():              # as DictReader has too many, and too few
+        return MegatrainError(f"{where}: more or fewer fields than names in the first row; a text with commas or line "
+                              "ends stands in \"...\"")
     try:
         return {name: from_json(value, f"{where}: {name}") if name in KNOWN[:2] else value
-                for name, value in zip(names, row)}
+                for name, value in row.items()}
     except MegatrainError as why:
         return why
 

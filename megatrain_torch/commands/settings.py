@@ -67,17 +67,13 @@ def near(name: str) -> str:
 
 
 def from_json(text: str | bytes, where: str) -> Any:
-    """where: for messages, which tell the line and the column too."""
+    """where: for messages."""
     try:
-        return json.loads(text)
+        return json.loads(text.rstrip())     # what is missing at a line's end is told as there
     except UnicodeDecodeError as why:
         said = f"byte {why.start} is not UTF-8, as JSON is"
-    except json.JSONDecodeError as why:
-        doc = why.doc.rstrip()           # what is missing at a line's end json tells as at the beginning of the next
-        said = f"not JSON: {why.msg} at " + (f"line {why.lineno}, column {why.colno}" if "\n" in doc
-                                             else f"column {min(why.pos, len(doc)) + 1}")
     except (RecursionError, ValueError) as why:
-        said = f"not JSON that can be read: {why}"
+        said = f"not JSON: {why}"
     raise MegatrainError(f"{where}: {said}")
 
 
@@ -397,18 +393,13 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
 def read_yaml(path: str | Path) -> dict[str, Any]:
     import yaml
 
-    where, said = str(path), "lines of `name: value` are needed"
     try:
         if isinstance(found := yaml.safe_load(Path(path).read_text()), dict):
             return found
-    except OSError as why:
-        said = why.strerror
-    except UnicodeDecodeError:
-        said = f"not UTF-8: {said}"
-    except yaml.YAMLError as why:
-        where += f":{why.problem_mark.line + 1}" if getattr(why, "problem_mark", None) else ""
-        said = f"not YAML: {getattr(why, 'problem', None) or why}; {said}"
-    raise MegatrainError(f"{where}: {said}")
+        said = "lines of `name: value` are needed"
+    except (UnicodeDecodeError, yaml.YAMLError) as why:
+        said = f"not YAML: {' '.join(str(why).split())}"
+    raise MegatrainError(f"{path}: {said}")
 
 
 # ---- messages in a shell -------------------------------------------------------------------------
@@ -427,8 +418,7 @@ class Flags:
         if not set(changes) <= set(self.names):
             return None
         if line and self._typed is not None:
-            gone = ("picture", *["nvme_limit"] * ("nvme" in changes))
-            typed = {name: self._typed[name] for name in self.names if name in self._typed and name not in gone}
+            typed = {name: self._typed[name] for name in self.names if name in self._typed}
             return shlex.join(["megatrain", "plan", self._typed["model"], *self._words(typed | changes)])
         words, gone = self._words(changes), ", ".join(f"--{name}" for name, value in changes.items() if not value)
         room = f"     (a folder with {as_size(changes['nvme']['limit'])} free)" if line and "nvme" in changes else ""
@@ -461,7 +451,7 @@ class Flags:
             return f"--{m[1].replace('_', '-')} {value}"
 
         return re.sub(rf"(?<![\w.,'\"-])({'|'.join(self.names)})=('[^']*'|\"[^\"]*\"|[^\s,;:)]*[^\s,;:.)])", flag,
-                      text.replace("nvme limit=", "nvme_limit="))
+                      text.replace("nvme limit=", "nvme="))
 
 
 @contextlib.contextmanager

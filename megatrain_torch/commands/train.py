@@ -16,7 +16,6 @@ import time
 import warnings
 from collections.abc import Callable
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from .folder import Owned
 from .launch import Team, team_of
 from .settings import Settings, Stopped, add_flags, given, in_flags, need, read_table, say
 
-UNKNOWN = 0.02                       # share of the tokens, above which it is said
 PLANNED = ("tokens", "seq", "vram", "host", "micro", "states", "nvme", "dtype", "products")
 
 
@@ -108,18 +106,16 @@ def resume(args: argparse.Namespace) -> int:
             if (before := then.get(name, own)) != (now := getattr(settings, name)):
                 raise MegatrainError(f"{run / folder.CONFIG} says {name}: {now} now, and {checkpoint.name} was written "
                                      f"with {name}: {before}: put that back there")
-        then, today = {"states": found.states, "dtype": dtype}, {"states": settings.states, "dtype": settings.dtype}
 
         def kind(there: torch.dtype) -> torch.dtype:         # a model may have kept some in a type of their own
             return getattr(torch, settings.dtype) if str(there) == f"torch.{dtype}" else there
 
         if not args.convert and found.rounds(settings.states, kind):
-            changed = [name for name in today if then[name] not in (None, today[name])]
-            before, now = (", ".join(f"{name}: {values[name]}" for name in changed) for values in (then, today))
             raise MegatrainError(
-                f"{run / folder.CONFIG} says {now} now, and {checkpoint.name} was written with {before}, which holds "
-                f"more: put {before} back there to go on to the same bits, or megatrain resume {run} --convert rounds "
-                f"to {now}")
+                f"{run / folder.CONFIG} says states: {settings.states}, dtype: {settings.dtype} now, and "
+                f"{checkpoint.name} was written with states: {found.states}, dtype: {dtype or settings.dtype}, which "
+                "holds more: put that back there to go on to the same bits, or megatrain resume "
+                f"{run} --convert rounds")
         return checkpoint
 
     return _start(settings, args.words, owned, check, args.convert, args.new_data)
@@ -130,18 +126,17 @@ def _check_state(checkpoint: Path) -> None:
     from transformers import TrainerState
     from transformers.trainer_pt_utils import safe_globals
 
-    path, randoms = checkpoint / folder.WHOLE, sorted(checkpoint.glob("rng_state*.pth"))     # of each process
-    found = read_table(path)
-    for name, kinds in (("global_step", (int,)), ("epoch", (int, float, type(None))), ("log_history", (list,))):
-        if type(found.get(name, ...)) not in kinds or found["global_step"] != folder.step_of(checkpoint.name):
-            raise MegatrainError(f"{path}: its {name} is not that of this checkpoint")
-    for what, read in ((path, lambda: TrainerState.load_from_json(str(path))),
-                       *((random, partial(torch.load, random, weights_only=True)) for random in randoms)):
-        try:
+    path = checkpoint / folder.WHOLE
+    try:
+        state = TrainerState.load_from_json(str(path))
+        if state.global_step != folder.step_of(checkpoint.name) or not isinstance(state.log_history, list):
+            raise ValueError("it is not of this step")
+        _ = 1.0 if state.epoch is None else state.epoch + 1.0
+        for path in sorted(checkpoint.glob("rng_state*.pth")):       # of each process
             with safe_globals():
-                read()
-        except Exception as why:                     # of a class that is a stranger, and of a pickle
-            raise MegatrainError(f"{what} cannot be read: {str(why)[:60]}") from None
+                torch.load(path, weights_only=True)
+    except Exception as why:                         # of a class that is a stranger, and of a pickle
+        raise MegatrainError(f"{path} cannot be read: {str(why)[:60]}") from None
 
 
 def _start(settings: Settings, words: list[str], owned: Owned, check: Callable[[], Path | None],
@@ -160,8 +155,8 @@ def _start(settings: Settings, words: list[str], owned: Owned, check: Callable[[
     with (team_of(settings.device) as team, contextlib.ExitStack() as stack,
           tempfile.TemporaryDirectory(prefix="megatrain-") as own):
         team.first_does(lambda: stack.enter_context(owned.locked()))
-        checkpoint = team.of_first(team.first_does(check))
-        _run(_prepared(settings, team, owned, checkpoint, convert, new_data, team.of_first(own)), checkpoint, began)
+        checkpoint, scratch = team.first_does(lambda: (check(), own))
+        _run(_prepared(settings, team, owned, checkpoint, convert, new_data, scratch), checkpoint, began)
     return 0
 
 
@@ -171,7 +166,7 @@ def _run(trainer: Any, checkpoint: Path | None, began: float) -> None:
     # A run that was stopped in its last step has none left to make: Trainer would make one more.
     if checkpoint is None or folder.step_of(checkpoint.name) < trainer.args.max_steps:
         if stopped := trainer.run_steps(checkpoint):
-            team.of_first(None)          # which may be writing still
+            team.first_does(lambda: None)            # all wait for it, which may be writing still
             say(f"stopped at step {trainer.state.global_step}; megatrain resume {run} goes on")
             raise Stopped(stopped)
     team.first_does(lambda: _finish(trainer, time.perf_counter() - began))
@@ -211,19 +206,15 @@ def _prepared(settings: Settings, team: Team, owned: Owned, checkpoint: Path | N
             with in_flags("base"):
                 models.lora_config(models.empty(config, settings.base), lora)
         reward = loop.rewards(settings) if settings.method == "grpo" else None
-    parts, rows, identity = team.first_does(lambda: _read(
-        settings, tokenizer, None if new_data or checkpoint is None else owned)) or (None, None, None)
+    train, held, identity = team.first_does(lambda: _read(
+        settings, tokenizer, config.model_type, None if new_data or checkpoint is None else owned))
     with team.as_one():
+        settings = settings.for_data(len(train))
         # TRL hashes the weights that it asks before the first step, in each process.
         model = models.load_model(source.model, settings.dtype, team.first or settings.method in ("dpo", "kto"),
                                   settings.base, settings.method == "reward")
         if len(tokenizer) > (there := model.get_input_embeddings().num_embeddings):
             raise MegatrainError(f"the tokenizer has {len(tokenizer)} tokens, and the model embeds only {there}")
-    train, held = team.of_first(team.first_does(lambda: parts if rows is None else data.fitted(
-        model, settings, tokenizer, parts, rows, settings.device == "cuda")))        # where rows are joined
-    parts = rows = None                                  # documents have as many tokens as the rows
-    with team.as_one():
-        settings = settings.for_data(len(train))
         if lora is not None:
             model = models.adapted(model, lora, settings.seed)
     made = not out.exists()
@@ -234,7 +225,8 @@ def _prepared(settings: Settings, team: Team, owned: Owned, checkpoint: Path | N
             begin = _first_line(model, settings, train, held)
             run = loop.Run(settings, team, owned, convert, scratch)
             trainer = loop.trainer_of(run, model, tokenizer, train, held, how, reward)
-        team.first_does(lambda: _check_disk(trainer.model, settings, owned.nbytes if checkpoint is None else 0))
+        team.first_does(lambda: _check_disk(trainer.model, settings, 0 if checkpoint is None else len(
+            folder.checkpoints(out))))
         team.first_does(lambda: (owned.start if checkpoint is None else owned.go_on)(identity))
     except BaseException:
         if team.first and made:
@@ -283,23 +275,22 @@ def _planned(model: Any, settings: Settings, team: Team) -> tuple[Settings, dict
         return settings.with_(micro=settings.micro or 1), {
             "device": "cpu", "plan": {"states": settings.states}, "host": settings.host, "nvme": settings.nvme,
             "products": settings.products}, ""
-    plan = team.of_first(team.first_does(lambda: mt.plan(
+    plan = team.first_does(lambda: mt.plan(
         model, tokens=settings.tokens // settings.gpus, use_cache=False,
         **{name: getattr(settings, name) for name in ("seq", "vram", "host", "micro", "states", "products", "nvme",
-                                                      "gpus")})))
+                                                      "gpus")}))
     say(str(plan).split("\n\n")[0])
     return settings.with_(micro=plan.micro), {"device": "cuda", "plan": plan}, plan._repr_html_()
 
 
-def _check_disk(model: Any, settings: Settings, freed: int) -> None:
+def _check_disk(model: Any, settings: Settings, there: int) -> None:
     """Before a step is made: that the checkpoints which stay, the one being written and the model at the end fit.
-    freed: bytes of a run that this one takes the place of."""
+    there: checkpoints of the run."""
     out, show = Path(settings.out), mt.show_bytes
     one, shared = mt.checkpoint_bytes(model, out, settings.states)
     at_end = sum(p.nbytes for p in model.parameters() if settings.lora is None or p.requires_grad)
-    there = 0 if freed else len(folder.checkpoints(out))
     more = max(min(settings.keep + 1, math.ceil(settings.steps / settings.save_every)) - there, 1)
-    need, free = more * one + shared + at_end, shutil.disk_usage(out).free + freed
+    need, free = more * one + shared + at_end, shutil.disk_usage(out).free
     if need > free:
         raise MegatrainError(f"out={out}: {more} more checkpoints of {show(one)}"
                              f"{f', {show(shared)} that they share,' if shared else ''} and the model take "
@@ -320,21 +311,20 @@ def _first_line(model: Any, settings: Settings, train: Any, held: Any) -> str:
 
 # ---- the data ------------------------------------------------------------------------------------
 
-def _read(settings: Settings, tokenizer: Any, like: Owned | None) -> tuple[Any, Any, dict[str, Any]]:
-    """(what is trained on and held out, its rows, what tells it from other data). What no packing allows is refused
-    before a model is loaded. like: a run that had the same data."""
+def _read(settings: Settings, tokenizer: Any, kind: str, like: Owned | None) -> tuple[Any, Any, dict[str, Any]]:
+    """(what is trained on, what is held out, what tells them from other data). kind: the model's. like: a run that had
+    the same data."""
     told = None if like is None else like.data.get("date")
     date = datetime.fromisoformat(told) if isinstance(told, str) else datetime.now().replace(microsecond=0)
     parts, identity = parts_of(settings, tokenizer, date)
-    identity["date"] = date.isoformat()                  # templates may tell the model which day it is
+    identity |= {"date": date.isoformat()}               # templates may tell the model which day it is
+    if settings.method == "sft":
+        parts = data.rows_of(settings, tokenizer, parts, kind)
+        identity |= {"rows": "of one document each" if parts[0].alone else "of several documents"}
     if like is not None and (said := data.difference(like.data, identity)):
         raise MegatrainError(f"{said}. Put it back as it was to go on to the same bits; megatrain resume {like.run} "
                              "--new-data goes on with this")
-    if settings.method != "sft":
-        return parts, None, identity
-    rows = data.rows_of(settings, tokenizer, parts)
-    settings.for_data(sum(len(d.parts) if d.whole else math.ceil(len(d) / settings.seq) for d in parts[0]))
-    return parts, rows, identity
+    return *parts, identity
 
 
 def parts_of(settings: Settings, tokenizer: Any, date: datetime | None = None
@@ -347,15 +337,4 @@ def parts_of(settings: Settings, tokenizer: Any, date: datetime | None = None
         parts = data.shuffled(mixed, settings.seed), [d for s in held for d in s.documents]
     else:                                                # GRPO would write all its answers anew to be evaluated
         parts = data.held_out(mixed, 0.0 if settings.method == "grpo" else settings.validation, settings.seed)
-    if settings.method == "sft":
-        say_unknown([d for s in found for d in s.documents], tokenizer)
     return parts, data.identity(settings, found, held)
-
-
-def say_unknown(found: list[data.Document], tokenizer: Any) -> None:
-    """A tokenizer of another language or alphabet makes the same token of all that it does not know."""
-    unknown = tokenizer.unk_token_id
-    share = sum(int((d.ids == unknown).sum()) for d in found) / sum(map(len, found)) if unknown is not None else 0
-    if unknown != tokenizer.eos_token_id and share > UNKNOWN:
-        say(f"{share:.0%} of the data's tokens are {tokenizer.unk_token!r}, which stands for what the model's "
-            "tokenizer does not know; it will write that too")

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import html
 import io
-import itertools
 import json
 import math
 import shutil
@@ -22,7 +21,7 @@ import megatrain_torch as mt
 from megatrain_torch import MegatrainError
 
 from . import data, folder, models
-from .settings import AS, KEPT, SIZES, Flags, Settings, add_flags, device_of, given, in_flags, say
+from .settings import SIZES, Flags, Settings, add_flags, device_of, given, in_flags, read_table, say
 
 TOGETHER = 8                         # rows of an evaluation: weights are streamed once for all of them
 FITS = 0.7                           # of the free device memory, for weights that are put there whole
@@ -80,13 +79,12 @@ def evaluate(args: argparse.Namespace) -> None:
     settings, source = settings.for_machine(), models.source_of(settings.model)
     models.check_packages(source.adapter is not None, source.base)
     tokenizer = models.load_tokenizer(source.words, settings.chat_template)
-    settings = settings.for_model(models.load_config(source.model)).with_(validation=0.0)
+    config = models.load_config(source.model)
+    settings = settings.for_model(config)
     parts = data.mixed(data.sources(settings, settings.data, tokenizer), settings.seed), []
-    rows = data.rows_of(settings, tokenizer, parts)
-    model = models.load(source, settings.dtype)
-    rows, _ = data.fitted(model, settings, tokenizer, parts, rows, flat=False)
-    model = mt.stream(model.requires_grad_(False), settings.device, vram=settings.vram, host=settings.host,
-                      nvme=settings.nvme).eval()
+    rows, _ = data.rows_of(settings, tokenizer, parts, config.model_type)
+    model = models.load(source, settings.dtype).requires_grad_(False)
+    model = mt.stream(model, settings.device, vram=settings.vram, host=settings.host, nvme=settings.nvme).eval()
     total, batch = 0.0, data.collate(False)
     for first in range(0, len(rows), TOGETHER):
         some = batch([rows[i] for i in range(first, min(first + TOGETHER, len(rows)))])
@@ -108,7 +106,9 @@ def generate(args: argparse.Namespace) -> None:
     source = models.source_of(args.model)
     models.check_packages(source.adapter is not None, source.base)
     tokenizer, config = models.load_tokenizer(source.words), models.load_config(source.model)
-    chat = bool(tokenizer.chat_template) and folder.is_chat(args.model) if args.chat is None else args.chat
+    chat = args.chat
+    if chat is None:                                 # as a run was trained
+        chat = bool(tokenizer.chat_template and folder.Owned(Path(args.model)).data.get("chat"))
     if chat and not tokenizer.chat_template:
         raise MegatrainError("--chat: the model's tokenizer has no chat template; without --chat the prompt is taken "
                              "as it is")
@@ -177,20 +177,17 @@ def export(args: argparse.Namespace) -> None:
 # ---- report: one HTML file that needs nothing else -----------------------------------------------
 
 LARGEST = 1e100                                      # of a number in a curve
-CURVES = (("loss", ("loss", "eval_loss")), ("norm of the gradients", ("grad_norm",)),
-          ("learning rate", ("learning_rate",)), ("tokens a second", ("tokens_per_second",)))
-STYLE = ("body{font:14px sans-serif;margin:2em;max-width:1000px}table{border-collapse:collapse}"
-         "td,th{padding:2px 10px;text-align:left}svg,img{max-width:100%;height:auto}h2{margin-top:1.5em}")
+CURVES = {"loss": ("loss", "eval_loss"), "norm of the gradients": ("grad_norm",),
+          "learning rate": ("learning_rate",), "tokens a second": ("tokens_per_second",)}
+STYLE = "body{font:14px sans-serif;margin:2em;max-width:1000px}svg,img{max-width:100%;height:auto}h2{margin-top:1.5em}"
 # Whoever wrote the pages and pictures of a run's folder: nothing in them runs, or loads anything.
 HEAD = ("<!doctype html><meta charset='utf-8'><meta http-equiv='Content-Security-Policy' content=\"default-src 'none'; "
         "img-src data:; style-src 'unsafe-inline'\"><title>megatrain</title>")
-MOST_BYTES = 20_000_000              # of a page or a picture
 
 
 def report(args: argparse.Namespace) -> None:
     out = args.out or args.run_folder / "report.html"
     text = page(args.run_folder)
-    models.may_write(out, "out")
     if out.exists() and not out.read_bytes().startswith(HEAD.encode()):
         raise MegatrainError(f"out={out} is there, and is no report of megatrain: it stays; name another")
     out.write_text(text)
@@ -201,71 +198,45 @@ def page(run_folder: Path) -> str:
     settings, lines = folder.settings_of(run_folder), folder.lines(run_folder)
     if not lines:
         raise MegatrainError(f"{run_folder} has logged no step yet; come back when one is made")
-    parts = [f"<h1>{html.escape(run_folder.resolve().name)}</h1>", summary(lines, settings), _curves(lines)]
+    # What else may stand in a log than finite numbers is no point of a curve.
+    found = {name: points for names in CURVES.values() for name in names if (points := [
+        (line["step"], line[name]) for line in lines
+        if type(line.get(name)) in (int, float) and abs(line[name]) < LARGEST])}
+    words = f"Step {lines[-1]['step']} of {settings.steps}" + "".join(
+        f"; {name} {found[name][0][1]:.4g} at first, {found[name][-1][1]:.4g} at last"
+        for name in CURVES["loss"] if name in found)
+    parts = [f"<h1>{html.escape(run_folder.resolve().name)}</h1><p>{words}.</p>{_curves(found)}"]
     for title, name in (("The last step, and what bound it", "step.html"), ("The last steps", "timeline.svg"),
                         ("Memory, tier by tier", "storage.html"), ("The plan", "plan.html")):
-        if not (path := run_folder / name).is_file():
-            continue
-        if path.stat().st_size > MOST_BYTES:
-            shown = f"<p>{name} is too large.</p>"
-        elif path.suffix == ".svg":
-            shown = _picture(path.read_bytes(), "")
-        else:                                            # a frame in which scripts do not run; the head holds in it too
-            shown = (f"<iframe sandbox style='width:100%;height:32em;border:0' "
-                     f"srcdoc='{html.escape(path.read_text(errors='replace'))}'></iframe>")
-        parts.append(f"<h2>{title}</h2>{shown}")
-    said = {name: ", ".join(value) if isinstance(value, tuple) else str(value)
-            for name, value in dataclasses.asdict(settings).items() if value is not None}
-    rows = "".join(f"<tr><td>{name}</td><td>{html.escape(value)}</td></tr>" for name, value in said.items())
-    return f"{HEAD}<style>{STYLE}</style>{''.join(parts)}<h2>Settings</h2><table>{rows}</table>"
+        if (path := run_folder / name).is_file():
+            # A page gets a frame in which scripts do not run; the head holds in it too.
+            shown = _picture(path.read_bytes(), "") if path.suffix == ".svg" else (
+                f"<iframe sandbox style='width:100%;height:32em;border:0' "
+                f"srcdoc='{html.escape(path.read_text(errors='replace'))}'></iframe>")
+            parts.append(f"<h2>{title}</h2>{shown}")
+    said = html.escape((run_folder / folder.CONFIG).read_text())
+    return f"{HEAD}<style>{STYLE}</style>{''.join(parts)}<h2>Settings</h2><pre>{said}</pre>"
 
 
 def _picture(svg: bytes, text: str) -> str:
     return f"<img alt='{html.escape(text)}' src='data:image/svg+xml;base64,{base64.b64encode(svg).decode()}'>"
 
 
-def _numbers(lines: list[dict[str, Any]], name: str) -> list[tuple[float, float]]:
-    """(step, value) of all lines that have a finite number there: what else may stand in a log is no point."""
-    found = [(line["step"], line.get(name)) for line in lines]
-    return [(float(step), float(value)) for step, value in found
-            if type(value) in (int, float) and abs(value) < LARGEST and math.isfinite(value)]
-
-
-def summary(lines: list[dict[str, Any]], settings: Any) -> str:
-    """In a sentence, with how many GPUs trained it, and from which step on, where it was ever more than one."""
-    words = f"Step {lines[-1]['step']} of {settings.steps}"
-    parts = [(next(some)["step"], many) for many, some in itertools.groupby(
-        lines, lambda line: line["gpus"] if folder.is_count(line.get("gpus")) else 1)]
-    if [many for _, many in parts] != [1]:
-        later = "".join(f", on {many} from step {step} on" for step, many in parts[1:])
-        words += f" on {parts[0][1]} GPU{'s' * (parts[0][1] > 1)}{later}; loss and tokens are of all of them"
-    if losses := [loss for _, loss in _numbers(lines, "loss")]:
-        words += f"; loss {losses[0]:.4g} at first, {losses[-1]:.4g} at last"
-    if bounds := [line["bound"] for line in lines if isinstance(line.get("bound"), str) and line["bound"]]:
-        most = max(sorted(set(bounds)), key=bounds.count)
-        words += f"; {bounds.count(most) / len(bounds):.0%} of the steps were bound by {most}"
-    if held := [loss for _, loss in _numbers(lines, "eval_loss")]:
-        words += f"; held-out loss {held[-1]:.4g}, at best {min(held):.4g}"
-    return f"<p>{html.escape(words)}.</p>"
-
-
-def _curves(lines: list[dict[str, Any]]) -> str:
+def _curves(found: dict[str, list[tuple[int, float]]]) -> str:
     """One picture; its text says what is drawn."""
-    found = [(title, {name: points for name in names if (points := _numbers(lines, name))}) for title, names in CURVES]
-    found = [(title, series) for title, series in found if series]
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return "<p>pip install matplotlib draws curves here.</p>"
-    figure = Figure(figsize=(10, 2.8 * math.ceil(len(found) / 2)), layout="constrained")
-    for i, (title, series) in enumerate(found, 1):
-        axes = figure.add_subplot(math.ceil(len(found) / 2), 2, i, title=title, xlabel="step")
-        for name, points in series.items():
-            axes.plot(*zip(*points), "." if len(points) == 1 else "-", label=name)
-        axes.legend()
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="svg")
-    return _picture(drawn.getvalue(), "; ".join(f"{title}: {', '.join(series)}" for title, series in found))
+    figure, told = Figure(figsize=(10, 5.6), layout="constrained"), []
+    for i, (title, names) in enumerate(CURVES.items(), 1):
+        axes = figure.add_subplot(2, 2, i, title=title, xlabel="step")
+        if drawn := [axes.plot(*zip(*found[name]), ".-", label=name) for name in names if name in found]:
+            axes.legend()
+            told.append(f"{title}: {', '.join(line.get_label() for [line] in drawn)}")
+    svg = io.BytesIO()
+    figure.savefig(svg, format="svg")
+    return _picture(svg.getvalue(), "; ".join(told))
 
 
 @in_flags("device", "out", "disk", "gpus")
@@ -277,11 +248,9 @@ def doctor(args: argparse.Namespace) -> None:
     if args.out:
         models.writable(args.out.parent, "out")
         try:                                             # a file such as doctor writes, of this version or another
-            mine = not args.out.exists() or isinstance(json.loads(args.out.read_bytes()), dict)
-        except (ValueError, RecursionError, OSError):
-            mine = False
-        if not mine:
-            raise MegatrainError(f"out={args.out} is there, and describes no machine: it stays; name another")
+            _ = args.out.exists() and read_table(args.out)
+        except (MegatrainError, OSError):
+            raise MegatrainError(f"out={args.out} is there, and describes no machine: it stays; name another") from None
     if device == "cpu" and not args.device:
         sys.stderr.write("no GPU here: what is measured is the CPU device, for `megatrain plan --machine cpu`\n")
     _, text, path = mt.measure_machine(device, gpus=args.gpus or there or 1, disk=args.disk, out=args.out,
@@ -291,7 +260,6 @@ def doctor(args: argparse.Namespace) -> None:
 
 # ---- plan ----------------------------------------------------------------------------------------
 
-PICTURES = (".png", ".svg", ".pdf")
 TOKENS, SEQ = 65536, 4096           # of a step, of a sequence, as `megatrain train` has them on CUDA
 WAYS = 2                            # that are told
 NO_GPU = """\
@@ -319,24 +287,18 @@ def _add_plan(commands: Any) -> None:
     add("--micro", type=int, metavar="N", help="micro-batches; default: as many as are best")
     add("--nvme", metavar="FOLDER|SIZE", help="where states and weights may go that host memory does not hold; or a "
         "size, as 500GB, of a disk that is not at hand")
-    add("--nvme-limit", metavar="SIZE", help="the most to take there")
     add("--grads", choices=mt.choices("grads"), help="none: used as they come and kept nowhere, without "
         "clipping")
     add("--homes", choices=mt.choices("homes"), help="of all units; default: each where it is best")
     add("--activations", choices=modes, metavar="MODE",
         help=f"of all layers: {', '.join(modes)}; default: what is best")
-    add("--slots", type=int, metavar="N", help="ring size")
-    add("--states", metavar="FORMAT", help=f"how AdamW keeps its states: {', '.join(mt.choices('states'))}")
     add("--gpus", metavar="N", help="of a machine, each with so many tokens a step; 1,2,4,8: a table. Default: 1")
     add("--machines", metavar="N", help="with so many GPUs each, and a host like this one's; 1,2,4: a table")
     add("--layers", type=int, metavar="N", help="instead of the config's own number")
     add("--json", action="store_true", help="the plan, or why there is none and what would fit, as JSON, in bytes")
-    add("--picture", type=Path, metavar="FILE", help="file to draw what lies in which memory: .png, .svg or .pdf")
     add("--compute", choices=["auto", "fused", "eager"], help="fused layers, or the model's own code; default: fused "
         "where it fits")
-    add("--lora", metavar=AS, help="of adapters, beside a model that stays as it is, as `megatrain train` has it")
-    add("--base", choices=KEPT, help="with --lora, linear weights as codes; none: as they are")
-    add("--products", choices=mt.choices("products"), help="of layers: in 16 bits, or of operands rounded to 8")
+    add_flags(parser, ("states", "lora", "base", "products"))
     parser.set_defaults(run=plan, names=[a.dest for a in parser._actions if a.dest not in ("model", *NOT_PLANS)])
 
 
@@ -372,15 +334,10 @@ def plan(args: argparse.Namespace) -> int:
 
 def _plan(given: dict[str, Any], as_json: bool) -> int:
     """given: flags; tokens and seq are put in where they are not."""
-    picture, nvme = given.get("picture"), given.get("nvme")
-    if picture:
-        models.may_write(picture, "picture", PICTURES)
     config = models.load_config(models.source_of(given["model"]).model)
-    asked = {k: v for k, v in given.items() if k not in ("model", "picture", "nvme_limit", "lora", "base")}
-    if "nvme_limit" in given:
-        asked["nvme"] = {"limit": given["nvme_limit"]} | ({"path": nvme} if nvme else {})
+    asked = {k: v for k, v in given.items() if k not in ("model", "lora", "base")}
     with contextlib.suppress(MegatrainError):            # it is no size
-        if nvme and "nvme_limit" not in given and not Path(nvme).is_dir() and mt.parse_bytes(nvme, "nvme"):
+        if (nvme := given.get("nvme")) and not Path(nvme).is_dir() and mt.parse_bytes(nvme, "nvme"):
             asked["nvme"] = {"limit": nvme}
     if "machine" not in given and mt.Machine.here().device == "cpu":
         if "vram" not in given:
@@ -409,8 +366,6 @@ def _plan(given: dict[str, Any], as_json: bool) -> int:
 
     gpus, machines = (_counts(given.get(name), name) for name in ("gpus", "machines"))
     several = len(gpus) * len(machines) > 1
-    if several and picture:
-        raise MegatrainError("picture: of one number of GPUs and of machines")
     plans = {(m, g): planned(m, g) for m in machines for g in gpus}
     found = plans[machines[0], gpus[0]]
     if not several and isinstance(found, MegatrainError):
@@ -426,8 +381,6 @@ def _plan(given: dict[str, Any], as_json: bool) -> int:
         f"{_share(found, one):.0%} of {found.gpus * found.machines} times one GPU by itself, "
         f"{one.tokens_per_second:,.0f} tokens/s\n")
     sys.stdout.write(_json(_planned(found, one)) if as_json else f"{found}\n{share}")
-    if picture:
-        found.picture(picture)
     return 0
 
 
