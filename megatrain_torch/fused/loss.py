@@ -19,7 +19,7 @@ ROW_ALIGN = 8               # numbers; rows of logits begin at 16 bytes for any 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *, reduction: str = "mean",
     ignore_index: int = -100, softcap: float = 0.0, label_smoothing: float = 0.0, logit_scale: float = 1.0,
-    chunk: int | None = None, wanted: tuple[bool, bool, bool] = (True, True, True),
+    chunk: int | None = None, wanted: tuple[bool, bool, bool] = (True, True, True), each: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Cross entropy of `logit_scale * (hidden @ weight.T + bias)` and its gradients. No autograd.
 
@@ -30,9 +30,10 @@ def linear_cross_entropy(
     Args:
         hidden: [T, H], strided rows. weight: [V, H] and bias: [V], of its type. labels: [T] int64, on its device.
         reduction: "sum", or "mean": over labels that are not ignored; without any the loss is NaN, as torch's,
-            and the gradients are zero.
+            and the gradients are zero. "none": the loss of each token; gradients are of the sum of `each` times it.
         chunk: Tokens at a time. Default: logits of about 512 MiB, at least 1024 tokens.
         wanted: Gradients of hidden, weight (not of a frozen head) and bias; none of them: the loss alone.
+        each: [T] fp32, with "none" where a gradient is wanted: the gradient of each token's loss.
 
     Returns:
         loss, an fp32 scalar; dhidden [T, H], dweight [V, H], dbias [V], each in its argument's type, or None where
@@ -61,6 +62,8 @@ def linear_cross_entropy(
         loss, _ = ops.cross_entropy_(logits, labels[first:first + step], scale, ignore_index=ignore_index,
                                      softcap=softcap, label_smoothing=label_smoothing)
         losses.append(loss)                  # logits: their own gradient now, unless none is wanted
+        if each is not None:
+            logits.mul_(each[first:first + step, None])
         if dhidden is not None:
             torch.mm(logits, weight, out=dhidden[first:first + rows.shape[0]])
         if wanted[1] and rows.shape[0] == tokens:        # the only chunk: rounded by the product itself
@@ -72,7 +75,8 @@ def linear_cross_entropy(
         if wanted[2] and bias is not None:
             part = ops.column_sum(logits, torch.float32)
             dbias = part if dbias is None else dbias.add_(part)
-    total = torch.cat(losses).sum() if losses else hidden.new_zeros((), dtype=torch.float32)
+    total = torch.cat(losses) if losses else hidden.new_zeros(0, dtype=torch.float32)
+    total = total if reduction == "none" else total.sum()
     return (total if count is None else total / count, dhidden,
             None if dweight is None else rounded_in_place(dweight, weight.dtype),
             None if dbias is None else dbias.to(bias.dtype))

@@ -236,7 +236,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
          compute: str = "auto", products: str = "bf16", base: str | None = None, adapter: Any = None,
          dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None, layers: int | None = None,
          nvme: str | dict[str, Any] | None = None, gpus: int = 1, machines: int = 1, experts: int | None = None,
-         delivery: str | None = None, use_cache: bool = True) -> Plan:
+         delivery: str | None = None, use_cache: bool = True, trainer: type | None = None) -> Plan:
     """Predicts a training step with mt.AdamW and finds the choice of least time within the limits.
 
     Args:
@@ -265,6 +265,8 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         experts: of a layer, frozen in one parameter, fetched at a time; 0: all. None: what is best.
         delivery: of weights to several GPUs of a machine, "whole" or "shards"; None: in shards where that is faster.
         use_cache: False where the loop's forwards fill no key-value cache; else it counts as the model's config says.
+        trainer: a class of TRL's trainers, whose loss takes more of the device than the model's own. None: that of the
+            trainer that mt.stream_trainer made of the model, else the model's own loss.
 
     Raises:
         MegatrainError: an argument makes no sense, or no plan fits. Then the message has the table of the plan that
@@ -280,7 +282,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     check_homes(fleet, homes.values() if isinstance(homes, dict) else [homes], grads)
     whole, limits = _limits(machine, vram, host, check_products(products, compute))
     shape_with = shapes_of(model, dtype=dtype, units=units, layers=layers, products=products, base=base,
-                           adapter=adapter, device=limits.device)
+                           adapter=adapter, device=limits.device, trainer=trainer)
     if compute == "auto" and products == "bf16":       # as mt.stream has it
         halves = all(w.itemsize == 2 for w in shape_with(states).windows)
         wishes = dataclasses.replace(wishes, fused=limits.device == "cuda" and halves)
