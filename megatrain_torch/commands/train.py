@@ -285,7 +285,7 @@ def _planned(model: Any, settings: Settings, team: Team) -> tuple[Settings, dict
             "products": settings.products}, ""
     from .loop import classes
 
-    trainer = None if settings.method == "sft" else classes(settings.method)[0]      # whose loss takes memory of its own
+    trainer = None if settings.method == "sft" else classes(settings.method)[0]
     plan = team.of_first(team.first_does(lambda: mt.plan(
         model, tokens=settings.tokens // settings.gpus, use_cache=False, trainer=trainer,
         **{name: getattr(settings, name) for name in ("seq", "vram", "host", "micro", "states", "products", "nvme",

@@ -439,7 +439,9 @@ def _log_softmax(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
 def _mean(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
     """Of all numbers, where it is a figure to be shown: rows at a time."""
     logits, classes = d._logits, vocabulary_dim(d._form, d.vocabulary)
-    if not logits.brief or kwargs or d._curve.normal or classes is None or torch.is_grad_enabled() and d.requires_grad:
+    if not logits.brief or kwargs or d._curve.normal or classes is None:
+        return None
+    if torch.is_grad_enabled() and d.requires_grad:
         return None
     logits.check()
     with torch.no_grad(), _exactly(d.device):
@@ -479,7 +481,7 @@ def _picked(hidden: Tensor, picks: tuple[Pick, ...]) -> tuple[Tensor, Tensor | N
 
 def _losses(logits: Logits, curve: Curve, picks: tuple[Pick, ...], labels: Tensor, hidden: Tensor,
             wanted: tuple[bool, bool, bool], **options: Any) -> tuple[Tensor, Tensor | None, dict[Any, Tensor | None]]:
-    """Of the picked rows of hidden [..., H]: the loss, the whole hidden's gradient, and the weights' by their records."""
+    """Of the picked rows of hidden [..., H]: the loss, the gradient of all of hidden, and the weights', by records."""
     with _exactly(hidden.device):
         weight, bias = logits.weights()
         rows, index = _picked(hidden, picks)

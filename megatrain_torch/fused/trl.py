@@ -1,8 +1,8 @@
 """TRL's losses: how each gets what it needs of the head, and how ORPO's and CPO's do without logits.
 
-Both call the model, take cross entropy of a part of its logits, log p of labels of all, and means for their log. The
-first is head.Loss, the second is made head.Losses, and the third is computed rows at a time. TRL's other trainers project
-hidden states themselves, a tile at a time, by a copy of the head's weight.
+Both take cross entropy of a part of the model's logits, log p of labels of all, and means for their log. The first is
+head.Loss, the second becomes head.Losses, and the third is computed rows at a time. TRL's other trainers project hidden
+states themselves, a tile at a time, by a copy of the head's weight.
 """
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def loss_of(kind: Any) -> str:
     return TILES if tiled else OWN
 
 
-def defer(kind: type) -> None:
+def defer(trainer: type) -> None:
     """Trainers of this class, while a model is streamed: log p of labels needs no logits, nor do means of logits."""
-    for kind in kind.__mro__:
+    for kind in trainer.__mro__:
         if (forward := vars(kind).get(FORWARD)) is None:
             continue
         patches.once(f"{kind.__module__}.{kind.__name__}.{FORWARD}",

@@ -240,8 +240,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     """Predicts a training step with mt.AdamW and finds the choice of least time within the limits.
 
     Args:
-        model: a module (streamed or not, also on the meta device) or a transformers config. Frozen
-            parameters, LoRA's too, are seen by requires_grad.
+        model: a module (streamed or not, or on the meta device), or a transformers config. requires_grad says what trains.
         tokens, seq: tokens of a whole step, in sequences of `seq`; of several GPUs each has so many.
         machine: a Machine, a name such as "rtx4090" or "h200-128g,vram=24GiB" (`megatrain plan --list-machines` has
             all), the path of a JSON file, or "cpu". None: this machine's GPU, with the rates that `megatrain doctor`
@@ -265,8 +264,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         experts: of a layer, frozen in one parameter, fetched at a time; 0: all. None: what is best.
         delivery: of weights to several GPUs of a machine, "whole" or "shards"; None: in shards where that is faster.
         use_cache: False where the loop's forwards fill no key-value cache; else it counts as the model's config says.
-        trainer: a class of TRL's trainers, whose loss takes more of the device than the model's own. None: that of the
-            trainer that mt.stream_trainer made of the model, else the model's own loss.
+        trainer: a class of TRL's, whose loss is counted. None: that of mt.stream_trainer, else the model's own loss.
 
     Raises:
         MegatrainError: an argument makes no sense, or no plan fits. Then the message has the table of the plan that
