@@ -240,7 +240,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     """Predicts a training step with mt.AdamW and finds the choice of least time within the limits.
 
     Args:
-        model: a module (streamed or not, or on the meta device), or a transformers config. requires_grad says what trains.
+        model: a module (streamed or not, or on the meta device), or a transformers config. What is frozen it tells.
         tokens, seq: tokens of a whole step, in sequences of `seq`; of several GPUs each has so many.
         machine: a Machine, a name such as "rtx4090" or "h200-128g,vram=24GiB" (`megatrain plan --list-machines` has
             all), the path of a JSON file, or "cpu". None: this machine's GPU, with the rates that `megatrain doctor`
