@@ -95,11 +95,11 @@ class Engine:
     def touch(self, unit: int) -> None: ...
     def updated(self, unit: int) -> None:
         """As wait_updates, but nothing is brought to the host."""
-    def wait_updates(self, unit: int) -> None:
-        """Until the unit's weights may be read in host memory; a settled unit's are brought there."""
+    def wait_updates(self, unit: int, param: int = -1) -> None:
+        """Until the unit's weights, or the parameter's, may be read in host memory; they are brought there."""
     def wait_grads(self, unit: int) -> None:
         """The same for its gradients."""
-    def wait_fetch(self, unit: int) -> None:
+    def wait_fetch(self, unit: int, param: int = -1) -> None:
         """Until its weights may be written in host memory; then comes touch()."""
     def check(self) -> None: ...
     def watchdog(self, seconds: float) -> None: ...

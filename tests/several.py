@@ -471,6 +471,70 @@ def memory_of_saves(rank: int, group: Any, folder: str) -> list[int]:
     return found
 
 
+class Adapted(nn.Module):
+    """A frozen matrix, and a trained one of few numbers beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(1024, 1024, bias=False).requires_grad_(False)
+        self.more = nn.Sequential(nn.Linear(1024, 4, bias=False), nn.Linear(4, 1024, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.more(x)
+
+
+def frozen_at_home(rank: int, group: Any, folder: str) -> dict[str, int]:
+    """Bytes of what is shared, of all processes, while frozen weights are at home on all devices."""
+    found: dict[str, int] = {}
+    torch.manual_seed(1)
+    wanted = [Adapted() for _ in range(4)]
+    plain = nn.Sequential(*copy.deepcopy(wanted))
+    first = copy.deepcopy(plain[0].base.weight)
+    gc.collect()
+    torch.distributed.barrier(group)
+    before = _all_of(_at_rest(), group)
+
+    def note(what: str) -> None:
+        torch.distributed.barrier(group)
+        found[what] = _all_of(_at_rest(), group) - before
+        torch.distributed.barrier(group)
+
+    def step() -> None:
+        update(model(torch.linspace(-1, 1, 1024).expand(2, -1)).square().mean(), opt)
+
+    model = mt.stream(nn.Sequential(*wanted), "cpu", plan={"homes": "vram"}, group=group)
+    opt = mt.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2, max_grad_norm=1.0)
+    note("streamed")
+    step()
+    step()
+    note("trained")
+    adapters = [p.detach().clone() for p in model.parameters() if p.requires_grad]
+    note("adapters read")
+    mt.save(model, opt, folder)
+    note("saved")
+    if rank == 1:
+        assert torch.equal(model[0].base.weight.detach().clone(), first), "frozen, read by one rank"
+    note("one read")
+    assert torch.equal(model[0].base.weight.detach().clone(), first), "and by all"
+    step()
+    mt.load(model, opt, folder)
+    assert all(torch.equal(p.detach().clone(), a) for p, a in zip((p for p in model.parameters() if p.requires_grad), adapters))
+    with torch.no_grad():
+        model[1].base.weight.mul_(2.0)           # by all, in place
+        plain[1].base.weight.mul_(2.0)
+    model[2].base.weight.requires_grad_()        # it is trained from now on
+    plain[2].base.weight.requires_grad_()
+    for mine, p in zip(adapters, (p for m in plain for p in m.more.parameters())):
+        p.data.copy_(mine)
+    for m in (model, plain):
+        m(torch.linspace(-1, 1, 1024).expand(2, -1)).square().mean().backward()
+        torch.optim.SGD([m[2].base.weight], lr=0.5).step()
+    assert torch.equal(model[2].base.weight.detach().clone(), plain[2].base.weight)
+    mt.unstream(model)
+    assert all(torch.equal(model[i].base.weight, plain[i].base.weight) for i in range(4))
+    return found
+
+
 def _all_of(own: int, group: Any) -> int:
     each: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(each, own, group)

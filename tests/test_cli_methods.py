@@ -203,6 +203,59 @@ def test_a_trainer_does_not_move_the_plain_model_and_its_reference_is_streamed_t
     assert not torch.equal(model.lm_head.weight, reference.lm_head.weight), "the head of TRL has a gradient"
 
 
+def trl_steps(here: Path, method: str, out: Path, **stream_with: Any) -> tuple[list[dict[str, float]], int]:
+    """Two steps of TRL's trainer: (what it logged, elements of the largest tensor in them). Without stream_with the
+    model is plain."""
+    import datasets
+    from test_deferred import Largest
+    seen, settings = Largest(), types.SimpleNamespace(method=method, reward=f"{here}/r.py:many")
+    kind, config = loop.classes(method)
+    more = {"dpo": {"precompute_ref_log_probs": True}, "kto": {"precompute_ref_log_probs": True},
+            "grpo": {"max_completion_length": 24, "num_generations": 4}}.get(method, {})
+    args = config(str(out), use_cpu=True, bf16=False, max_steps=2, report_to=[], logging_steps=1, learning_rate=1e-2,
+                  save_strategy="no", gradient_checkpointing=False, **more)
+
+    class Watched(kind):
+        def training_step(self, *given: Any, **kw: Any) -> Any:
+            with seen:
+                return super().training_step(*given, **kw)
+
+    records = [{"text": text} for text in PARTS] if method == "sft" else RECORDS[DATA[method]]
+    given: dict[str, Any] = {"train_dataset": datasets.Dataset.from_list(records),
+                             "processing_class": models.load_tokenizer(str(here / "toy"))}
+    if method == "grpo":
+        given["reward_funcs"] = loop.rewards(settings)
+    model = models.load_model(str(here / "toy"), "float32", scores=method == "reward")
+    torch.manual_seed(0)
+    if stream_with:
+        trainer = mt.stream_trainer(Watched, model, args, stream_with=stream_with, **given,
+                                    optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2))
+    else:
+        trainer = Watched(model, args=args, **given)
+    trainer.train()
+    return [line for line in trainer.state.log_history if "loss" in line], seen.numel
+
+
+@pytest.mark.parametrize("method", ["sft", *DATA])
+def test_no_trainer_of_trl_makes_logits_where_the_head_defers(here: Path, method: str, tmp_path: Path,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL's own heads take a tile at a time; ORPO reads the model's logits, and has the same figures without them."""
+    from megatrain_torch.fused import loss
+    monkeypatch.setattr("trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE", 16)
+    monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", 128)
+    monkeypatch.setattr(loss, "chunk_tokens", lambda *_: 16)
+    logged, largest = trl_steps(here, method, tmp_path, compute="fused")
+    tokens = 8 * 24                      # at least, of a step
+    assert largest < tokens * 257
+    if method == "orpo":
+        wanted, whole = trl_steps(here, method, tmp_path)
+        assert whole >= tokens * 257, "the look itself is blind"
+        for line, other in zip(logged, wanted, strict=True):
+            assert line.keys() == other.keys()
+            for name in ("loss", "nll_loss", "grad_norm", "logps/chosen", "rewards/margins", "logits/chosen", "logits/rejected"):
+                assert line[name] == pytest.approx(other[name], rel=1e-3, abs=2e-5), name
+
+
 def test_only_training_imports_trl() -> None:
     code = "import sys, megatrain_torch.cli; sys.exit(bool({'trl', 'datasets', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -168,6 +168,12 @@ def changed_bias(x: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(x.flatten(0, 1), ids.flatten())
 
 
+def odds(x: Tensor, ids: Tensor) -> Tensor:
+    """ORPO's: a loss of half of the rows beside log p of all, two uses of the head's weights."""
+    p = x[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1).mean(-1)
+    return by_slices(x[:1], ids[:1]) - F.logsigmoid((p[0] - p[1]) - (torch.log1p(-p[0].exp()) - torch.log1p(-p[1].exp())))
+
+
 FUSING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "shifted by slices": by_slices,
     "shifted and reshaped": lambda x, ids: F.cross_entropy(x[..., :-1, :].float().reshape(-1, V), ids[:, 1:].reshape(-1)),
@@ -201,6 +207,15 @@ FUSING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "squared": lambda x, ids: F.cross_entropy(x.view(-1, V), ids.view(-1)) ** 2,
     "sliced, capped, sliced": lambda x, ids: F.cross_entropy(
         torch.tanh(x[:, 1:] / 0.5)[:, ::2].mul(0.5).flatten(0, 1), ids[:, 1::2].flatten()),
+    "loss of each token": lambda x, ids: F.cross_entropy(x.view(-1, V), ids.view(-1), reduction="none").square().mean(),
+    "loss of some tokens": lambda x, ids: F.cross_entropy(
+        x[:, :-1].transpose(1, 2), ids[:, 1:].masked_fill(ids[:, 1:] > 60, -100), reduction="none",
+        label_smoothing=0.1)[0].square().mean(),
+    "by hand": lambda x, ids: -x.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).mean(),
+    "by hand, of capped logits": lambda x, ids: torch.gather(F.log_softmax(
+        torch.tanh(x[:, 1:] / 0.4) * 0.4, dim=2, dtype=torch.float32), 2, ids[:, :-1, None]).square().mean(),
+    "classes first, by hand": lambda x, ids: x.transpose(1, 2).log_softmax(1).gather(1, ids.unsqueeze(1)).exp().sum(),
+    "odds": odds,
     "labels on the host": lambda x, ids: F.cross_entropy(x.view(-1, V), ids.view(-1).cpu() if is_deferred(x)
                                                          else ids.view(-1)),
 }
@@ -361,10 +376,15 @@ def metric_first(x: Tensor, ids: Tensor) -> Tensor:
 NEEDING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "class weights": lambda x, ids: F.cross_entropy(x.view(-1, V), ids.view(-1),
                                                     weight=torch.linspace(0.5, 2, V, device=x.device)),
-    "loss of each token": lambda x, ids: F.cross_entropy(x.view(-1, V), ids.view(-1), reduction="none").square().mean(),
     "soft labels": soft_labels,
     "old arguments": lambda x, ids: F.cross_entropy(x.view(-1, V), ids.view(-1), size_average=False),
-    "by hand": lambda x, ids: -x.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).mean(),
+    "two log p of each token": lambda x, ids: x.log_softmax(-1).gather(-1, torch.stack((ids, 5 - ids % 3), -1)).mean(),
+    "log p of all": lambda x, ids: x.log_softmax(-1)[..., ::2].mean(),
+    "entropy": lambda x, ids: -(x.log_softmax(-1) * x.softmax(-1)).sum(-1).mean(),
+    "log p that were scaled": lambda x, ids: F.cross_entropy((2 * x.log_softmax(-1)).view(-1, V), ids.view(-1)),
+    "log p along time": lambda x, ids: x.log_softmax(1).gather(2, ids.unsqueeze(-1)).mean(),
+    "a loss of log p": lambda x, ids: F.cross_entropy(x.log_softmax(-1).view(-1, V), ids.view(-1)),
+    "logits of labels": lambda x, ids: x.gather(-1, ids.unsqueeze(-1)).mean(),
     "mean square": lambda x, ids: x.square().mean(),
     "masked rows": lambda x, ids: F.cross_entropy(x[ids > 60], ids[ids > 60]),
     "some classes": lambda x, ids: F.cross_entropy(x[..., :64].reshape(-1, 64), ids.view(-1) % 64),

@@ -19,6 +19,7 @@ from flat import FLAT, GIB, seven, small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kept import plain_step
+from situations import llama
 from steps import Lists, Step, simulate, track_of, tracks_of
 from transformers import (
     GptOssConfig,
@@ -33,6 +34,7 @@ import megatrain_torch as mt
 import megatrain_torch.plans.machine as machine_module
 from megatrain_torch import _core
 from megatrain_torch._core import Engine, plan_slots
+from megatrain_torch.fused import trl as trl_losses
 from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.plans import doctor
 from megatrain_torch.plans.machine import MACHINES
@@ -178,6 +180,30 @@ def test_a_mixture_computes_its_active_experts_only(config: type, per_token: int
     assert {p.rows for p in layer.products if p.part in ("up", "down")} == {per_token}
     active = sum(p.flops for p in layer.products) / 2
     assert active < shape.units[layer.units[0]].numel / 4
+
+
+class OfPairs:
+    """As ORPOTrainer: it reads the model's logits."""
+
+    def concatenated_forward(self) -> None: ...
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_what_a_trainers_loss_takes_of_the_device_is_counted(trained: bool) -> None:
+    """ORPO's: the gradient of the head's weight once more, and a sum of both. TRL's own head: a copy of the weight from
+    forward to backward, and fp32 sums beside what they are rounded to."""
+    trl = pytest.importorskip("trl")
+    model = llama(vocab_size=4096).to(torch.bfloat16).requires_grad_(trained)
+    model.model.layers[0].mlp.up_proj.weight.requires_grad_()
+    fixed = {"tokens": 2048, "seq": 512, "machine": "h200-128g", "homes": "ram", "micro": 1, "slots": 2, "activations": "saved"}
+    own, pairs, tiles = (mt.plan(model, trainer=kind, **fixed) for kind in (None, OfPairs, trl.DPOTrainer))
+    weight, wide = model.lm_head.weight.nbytes, 4 * model.lm_head.weight.numel()
+    assert own.vram["activations"] + trained * weight <= pairs.vram["activations"] < tiles.vram["activations"] + trained * wide
+    assert tiles.vram["activations"] >= own.vram["activations"] + weight
+    assert tiles.vram["work"] >= 2048 * 4096 * 2 + trained * (wide + weight) and pairs.seconds > own.seconds
+    trl_losses.losses[model] = trl_losses.loss_of(OfPairs)
+    assert mt.plan(model, **fixed).vram == pairs.vram, "of the trainer that mt.stream_trainer made"
+    assert trl_losses.loss_of(trl.RewardTrainer) == "" and mt.plan(model, trainer=trl.RewardTrainer, **fixed).vram == own.vram
 
 
 def test_a_trillion_parameters_plan_in_seconds() -> None:

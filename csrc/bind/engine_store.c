@@ -91,10 +91,13 @@ done:
 
 PyObject *mt_engine_set_trainable(PyObject *self, PyObject *args)
 {
-    int unit, param, on;
+    int       unit, param, on;
+    mt_status st = MT_OK;
 
     MT_ENGINE(e, "O&O&p:set_trainable", mt_as_unit, &unit, mt_as_param, &param, &on);
-    return mt_engine_done(e, mt_store_set_trainable(e->cx.store, unit, param, on));
+    if (on)                              /* from now on updates keep it current on the host */
+        MT_WAITING(e, st, mt_mirror_read(e->cx.store, unit, param));
+    return mt_engine_done(e, st != MT_OK ? st : mt_store_set_trainable(e->cx.store, unit, param, on));
 }
 
 PyObject *mt_engine_hi_bytes(PyObject *self, PyObject *args)
@@ -174,6 +177,8 @@ static mt_status spread(mt_engine *e, int unit, int param, unsigned planes)
         MT_DO(mt_ledger_wait_grads(e->cx.store, unit));
     MT_DO(mt_resident_raised(e->cx.residents));
     MT_DO(mt_ledger_wait_fetch(e->cx.store, unit));
+    if (planes & 1u << MT_PLANE_HI)          /* all of it, of which what is here was written */
+        MT_DO(mt_mirror_read(e->cx.store, unit, param));
     MT_DO(mt_store_spread(e->cx.store, unit, param, planes));
     return mt_mirror_push(e->cx.store, unit, param, planes & ~later);
 }
@@ -301,21 +306,25 @@ PyObject *mt_engine_touch(PyObject *self, PyObject *args)
 
 /* Until host memory of these planes is the unit's: its copy, too, when the unit is settled or has
  * them on disk. */
-static mt_status wait_and_bring(mt_store *s, int unit, mt_status (*wait)(mt_store *s, int unit),
-                                unsigned planes)
+static mt_status wait_and_bring(mt_store *s, int unit, int param,
+                                mt_status (*wait)(mt_store *s, int unit), unsigned planes)
 {
     MT_DO(wait(s, unit));
+    if (planes == 1u << MT_PLANE_HI && param >= 0)
+        return mt_mirror_read(s, unit, param);
     return planes != 0 ? mt_mirror_bring(s, unit, planes) : MT_OK;
 }
 
 #define WAIT_FOR(name, wait, planes)                                                 \
     PyObject *mt_engine_##name(PyObject *self, PyObject *args)                       \
     {                                                                                \
-        int       unit;                                                              \
+        int       unit, param = -1;                                                  \
         mt_status st;                                                                \
                                                                                      \
-        MT_ENGINE(e, "O&:" #name, mt_as_unit, &unit);                                \
-        MT_WAITING(e, st, wait_and_bring(e->cx.store, unit, wait, planes));          \
+        MT_ENGINE(e, "O&|i:" #name, mt_as_unit, &unit, &param);                      \
+        if (param != -1 && mt_engine_param(e, unit, param) < 0)                      \
+            return NULL;                                                             \
+        MT_WAITING(e, st, wait_and_bring(e->cx.store, unit, param, wait, planes));   \
         return mt_engine_done(e, st);                                                \
     }
 WAIT_FOR(wait_updates, mt_ledger_wait_updates, 1u << MT_PLANE_HI)

@@ -45,7 +45,8 @@ METHOD(lock_limit, ", bytes, /", "Tests only: no more host memory is locked from
 METHOD(version, ", unit, /", "")
 METHOD(touch, ", unit, /", "The unit's weights were written from outside.")
 METHOD(updated, ", unit, /", "Wait for the unit's updates; nothing is brought to the host.")
-METHOD(wait_updates, ", unit, /", "The unit's weights may be read on the host.")
+METHOD(wait_updates, ", unit, param=-1, /",
+       "The unit's weights, or the parameter's, may be read on the host.")
 METHOD(wait_grads, ", unit, /", "The unit's gradients may be read on the host.")
 KEYWORD(save_begin, ", files, units, spare, copiers, writers, part=0, parts=1",
         "Write files of the store's planes as they are now; updates wait for their unit's to "
@@ -57,7 +58,8 @@ METHOD(take, ", unit, stream, /",
        "Weights written on the host are fetched, and memory of what is at home elsewhere is "
        "given back.")
 METHOD(wait_saved, ", unit, /", "The unit's planes may be written: no save has them to copy.")
-METHOD(wait_fetch, ", unit, /", "The unit's weights may be written on the host.")
+METHOD(wait_fetch, ", unit, param=-1, /",
+       "The unit's weights, or the parameter's, may be written on the host.")
 METHOD(set_states, ", unit, states, /",
        "How the unit's states are kept from now on: a number of STATES. Before there are any.")
 METHOD(pass_gradients, ", unit, /",

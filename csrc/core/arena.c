@@ -290,12 +290,17 @@ mt_status mt_arena_commit(mt_arena *a, mt_pool *pool, mt_dev *dev)
     return MT_OK;
 }
 
-/* The addresses stay; from them zeros are read until they are written. */
-void mt_arena_decommit(mt_arena *a)
+void mt_arena_unregister(mt_arena *a)
 {
     if (a->dev != NULL)
         a->dev->ops->host_unregister(a->dev, first_of(a));
     a->dev = NULL;
+}
+
+/* The addresses stay; from them zeros are read until they are written. */
+void mt_arena_decommit(mt_arena *a)
+{
+    mt_arena_unregister(a);
     if (a->shared && a->n_alone > 0)
         (void)madvise((char *)a->base + a->alone, a->n_alone, MADV_REMOVE);
     else if (!a->shared && a->bytes > 0)
@@ -347,8 +352,7 @@ void mt_arena_close(mt_arena *a)
         memset(a, 0, sizeof *a);
         return;
     }
-    if (a->dev != NULL)
-        a->dev->ops->host_unregister(a->dev, first_of(a));
+    mt_arena_unregister(a);
     if (a->bytes > 0 && !a->part) {
         mt_forks_shared(a->base);
         munmap(a->base, a->bytes);

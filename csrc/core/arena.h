@@ -51,6 +51,7 @@ void      mt_arena_keep  (mt_arena *a, size_t from, size_t bytes);
 mt_status mt_arena_commit(mt_arena *a, mt_pool *pool, mt_dev *dev);
 /* Registers a committed arena; nothing to do when that is done, or nothing is mapped. */
 mt_status mt_arena_register(mt_arena *a, mt_dev *dev);
+void      mt_arena_unregister(mt_arena *a);
 /* Its pages are given back, registered or not, and it is reserved: what it held is gone. Of a
  * shared one pages stay that have something else than what was kept. */
 void      mt_arena_decommit(mt_arena *a);

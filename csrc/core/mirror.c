@@ -80,6 +80,21 @@ static unsigned which(const mt__unit *u, int param, unsigned planes, unsigned st
     return found;
 }
 
+static int is_aloft(const mt__unit *u, int param)
+{
+    const unsigned char *aloft = atomic_load(&u->mirror.aloft);
+
+    return aloft != NULL && aloft[param];
+}
+
+/* Event e for weights that are aloft. */
+static void tell_aloft(mt__unit *u, mt_mirror_event e)
+{
+    for (int i = 0; i < u->shape.n; i++)
+        if (is_aloft(u, i))
+            tell(u, i, HI, e);
+}
+
 /* Planes whose memory may be given back. */
 static unsigned pages_of(const mt__unit *u)
 {
@@ -109,9 +124,15 @@ int mt_mirror_any(mt_store *s, int unit, int param, unsigned planes, unsigned st
     return which(mt__unit_at(s, unit), param, planes, states) != 0;
 }
 
+/* Weights that are aloft, and not here, cannot have been written. */
 void mt__mirror_touched(mt_store *s, int unit)
 {
-    mt_mirror_tell(s, unit, -1, HI, MT_MIRROR_TOUCHED);
+    mt__unit *u = mt__unit_at(s, unit);
+
+    MT_HOLD(&s->mirror_mu);
+    for (int i = 0; i < u->shape.n; i++)
+        if (!is_aloft(u, i) || *copy_at(u, MT_PLANE_HI, i) != MT_MIRROR_STALE)
+            tell(u, i, HI, MT_MIRROR_TOUCHED);
 }
 
 /* The home that keeps planes of the unit; NULL: none does. */
@@ -142,7 +163,10 @@ static void close_copies(mt_store *s, mt__unit *u)
     MT_HOLD(&s->mirror_mu);
     MT_ASSERT(!u->mirror.busy);
     free(u->mirror.copies);
-    u->mirror = (mt__mirror){ 0 };
+    free(atomic_load(&u->mirror.aloft));
+    u->mirror.copies = NULL;
+    u->mirror.pages = u->mirror.claimed = 0;
+    atomic_store(&u->mirror.aloft, NULL);
 }
 
 void mt_mirror_close(mt_store *s, int unit)
@@ -370,6 +394,18 @@ static int are_here_or_ours(others *a)
     return !wait;
 }
 
+static mt_status await_others(others *a)
+{
+    mt_status st;
+
+    a->mine = 0;
+    st = MT__LEDGER_UNTIL(a->s, are_here_or_ours(a), a->u->name, "what another rank brings of it");
+    MT_HOLD(&a->s->ledger.mu);
+    a->s->ledger.bringing -= a->waits;       /* a fault, or a signal, ended the wait */
+    a->waits = 0;
+    return st;
+}
+
 /* Those that are ours are here, or not. */
 static void set_words(const others *a, int here)
 {
@@ -400,27 +436,34 @@ static void punch(mt_store *s, int unit, int param, mt_plane p)
         }
 }
 
+/* Weights that are aloft are given back by whoever is the first. */
 int mt_mirror_release_apart(mt_store *s, int unit)
 {
     const mt__unit *u = mt__unit_at(s, unit);
     int             first = 0, all = 1;      /* first: of the ranks of this machine */
+    unsigned        planes;
 
-    if (u == NULL || s->share == NULL || !mt_share_is_apart(s->share))
+    if (u == NULL || s->share == NULL)
         return 1;
     while (mt_share_speaker(s->share, first) != first)
         first++;
-    for (int p = 0; p < MT_PLANE_COUNT && first == mt_share_rank(s->share); p++) {
+    planes = mt_share_is_apart(s->share) && first == mt_share_rank(s->share) ? ~0u : 0;
+    planes |= atomic_load(&u->mirror.aloft) != NULL ? HI : 0;
+    for (int p = 0; p < MT_PLANE_COUNT; p++) {
         _Atomic uint64_t *word = mt_board_plane(&u->board, p);
         others            a = { .s = s, .u = u, .mine = 1u << p };
         uint64_t          is = a.want[p] = atomic_load(word);    /* perhaps of before an update */
         int               saved;
 
-        if (is == 0 || (is & (BUSY | CLAIMED)) ||
+        if (!(planes >> p & 1) || is == 0 || (is & (BUSY | CLAIMED)) ||
             !atomic_compare_exchange_strong(word, &is, is | BUSY))
             continue;
         saved = mt_ledger_all_saved(s, unit);    /* who begins a save now waits for us */
         for (int i = 0; saved && i < u->shape.n; i++)
-            punch(s, unit, i, (mt_plane)p);
+            if (p != MT_PLANE_HI)
+                punch(s, unit, i, (mt_plane)p);
+            else if (is_aloft(u, i))
+                mt_share_punch(&u->range[p], u->shape.offset[i], mt__weight_room(u, i));
         set_words(&a, !saved);
         all &= saved;
     }
@@ -447,7 +490,7 @@ static mt_status load(mt_store *s, int unit, unsigned planes, int claims)
         return MT_FAIL(MT_ESTATE, "unit %s: its values were written on the host where they were "
                        "older than elsewhere; they must be brought before", u->name);
     for (int p = 0; p < MT_PLANE_COUNT && st == MT_OK; p++)
-        if (loading >> p & 1)
+        if ((loading >> p & 1) && !(p == MT_PLANE_HI && atomic_load(&u->mirror.aloft) != NULL))
             st = mt_store_commit(s, unit, (mt_plane)p);
     if (loading != 0 && st == MT_OK)
         st = home_of(u)->load(u->home_of, unit, loading);
@@ -494,17 +537,57 @@ mt_status mt__mirror_serve(mt_store *s, uint64_t about, int *gone)
     return planes != 0 ? bring_own(s, unit, planes, claims) : MT_OK;
 }
 
+/* ---- weights that are aloft ------------------------------------------------------------------
+ *
+ * In a share each device has all weights of a unit that lives there, and those that nobody trains
+ * are the same on all. When all ranks evict the unit, host memory of these is given back: they are
+ * aloft until the unit moves. Who reads one copies all of the unit's to the share, from its own
+ * slot, and says on the board, in the word of plane HI, that they are there. A save's go when all
+ * have read; others' stay until the next evict. */
+
+/* param: the one that is read; -1: any. */
+static mt_status lower(mt_store *s, int unit, int param, int claims)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+    others    a = { .s = s, .u = u, .planes = HI };
+    mt_status st;
+
+    if (param >= 0 && !is_aloft(u, param))
+        return MT_OK;
+    a.want[MT_PLANE_HI] = STAMP + (claims ? CLAIMED : 0);
+    st = await_others(&a);
+    if (st == MT_OK && a.mine) {
+        if ((st = mt_mirror_enter(s, unit)) == MT_OK) {
+            MT_WITH(&s->mirror_mu) tell_aloft(u, MT_MIRROR_EVICTED);
+            st = load(s, unit, HI, claims);
+            mt_mirror_leave(s, unit);
+        }
+        set_words(&a, st == MT_OK);
+    } else if (st == MT_OK) {
+        MT_HOLD(&s->mirror_mu);
+        tell_aloft(u, MT_MIRROR_LOAD);
+        tell_aloft(u, MT_MIRROR_LOADED);
+    }
+    return st;
+}
+
 /* all: the other ranks' portions too, without the door, since they may be asking for the same. On
  * one machine they may have newer values of what is at home elsewhere, but for what is stored
  * later. On several each machine has the portions of its own ranks alone, but of weights, which are
  * whole everywhere. */
-static mt_status bring(mt_store *s, int unit, unsigned planes, int claims, int all)
+static mt_status bring(mt_store *s, int unit, int param, unsigned planes, int claims, int all)
 {
     others             a = { .s = s, .u = mt__unit_at(s, unit) };
     const struct mt__account *c = &mt__unit_or_none(s, unit)->account;
     unsigned           own = kept(s, unit, planes);
     mt_status          st;
 
+    if ((own & HI) && atomic_load(&a.u->mirror.aloft) != NULL) {
+        MT_DO(wait_for(s, unit, HI, claims));
+        MT_DO(lower(s, unit, param, claims));
+        planes &= ~HI;
+        own &= ~HI;
+    }
     if (own != 0) {
         MT_DO(wait_for(s, unit, own, claims));
         MT_DO(bring_own(s, unit, own, claims));
@@ -531,13 +614,7 @@ static mt_status bring(mt_store *s, int unit, unsigned planes, int claims, int a
                         : c->begun[MT_COUNT_UPDATED] - (uint64_t)c->updates));
     mt_unlock(&s->ledger.mu);
     for (;;) {
-        a.mine = 0;
-        st = MT__LEDGER_UNTIL(s, are_here_or_ours(&a), a.u->name, "what another rank brings of it");
-        mt_lock(&s->ledger.mu);
-        s->ledger.bringing -= a.waits;       /* a fault, or a signal, ended the wait */
-        a.waits = 0;
-        mt_unlock(&s->ledger.mu);
-        if (st != MT_OK || a.mine == 0)
+        if ((st = await_others(&a)) != MT_OK || a.mine == 0)
             return st;
         st = ask(s, unit, a.mine, claims);
         set_words(&a, st == MT_OK);
@@ -547,17 +624,22 @@ static mt_status bring(mt_store *s, int unit, unsigned planes, int claims, int a
 
 mt_status mt_mirror_bring_own(mt_store *s, int unit, unsigned planes)
 {
-    return bring(s, unit, planes, 1, 0);
+    return bring(s, unit, -1, planes, 1, 0);
 }
 
 mt_status mt_mirror_bring(mt_store *s, int unit, unsigned planes)
 {
-    return bring(s, unit, planes, 1, 1);
+    return bring(s, unit, -1, planes, 1, 1);
+}
+
+mt_status mt_mirror_read(mt_store *s, int unit, int param)
+{
+    return bring(s, unit, param, HI, 1, 1);
 }
 
 mt_status mt_mirror_peek(mt_store *s, int unit, unsigned planes)
 {
-    return bring(s, unit, planes, 0, 1);
+    return bring(s, unit, -1, planes, 0, 1);
 }
 
 /* ---- writers ------------------------------------------------------------------------------ */
@@ -601,46 +683,92 @@ static mt_status drop(mt_store *s, int unit, int claimed)
 
 mt_status mt_mirror_release(mt_store *s, int unit)
 {
+    mt__unit *u = mt__unit_at(s, unit);
+
+    if (u != NULL && atomic_load(&u->mirror.aloft) != NULL &&
+        !(atomic_load(mt_board_plane(&u->board, MT_PLANE_HI)) & CLAIMED))
+        MT_WITH(&s->mirror_mu) tell_aloft(u, MT_MIRROR_EVICTED);
     return drop(s, unit, 0);
 }
 
-/* In a share: all ranks have come to the evict's first, or second, place. */
-static mt_status meet_evict(mt_store *s, int unit, int first)
+/* Weights of the unit that may be aloft, [n], and what tells them from others. */
+static uint64_t rising(mt_store *s, const mt__unit *u, unsigned char *rise)
+{
+    uint64_t all = 0;
+
+    MT_HOLD(&s->mirror_mu);
+    for (int i = 0; i < u->shape.n && u->mirror.copies != NULL; i++) {
+        rise[i] = (home_of(u)->later & HI) && !mt_share_is_apart(s->share) &&
+                  !mt_store_trainable(s, u->number, i) && u->shape.desc[i].numel > 0 &&
+                  (is_aloft(u, i) || *copy_at(u, MT_PLANE_HI, i) == MT_MIRROR_FRESH);
+        all = rise[i] ? mt_alike_mix(all, (uint64_t)i) : all;
+    }
+    return all >> 32;
+}
+
+/* All ranks are at the unit's evict. */
+static void rise(mt_store *s, mt__unit *u, unsigned char *params)
+{
+    MT_WITH(&s->mirror_mu) {
+        free(atomic_exchange(&u->mirror.aloft, params));
+        tell_aloft(u, MT_MIRROR_EVICTED);
+    }
+    mt__thin(s, u, params);
+    atomic_store(mt_board_plane(&u->board, MT_PLANE_HI), 0);
+}
+
+/* In a share: all ranks have come to the evict's first, or second, place. about: the unit, and
+ * 1 << 32 times which of its weights may be aloft; *alike: on all ranks the same. NULL: the second,
+ * behind which a rank may have come to the next evict. */
+static mt_status meet_evict(mt_store *s, int unit, uint64_t about, int *alike)
 {
     const mt_board *b = mt_share_board(s->share);
-    int             me = mt_share_rank(s->share), ranks = mt_share_ranks(s->share), rank;
-    uint64_t        n = mt_board_said(b, MT_COUNT_EVICTED, me) + 1;
+    int             me = mt_share_rank(s->share);
+    uint64_t        n = mt_board_said(b, MT_COUNT_EVICTED, me) + 1, other;
     mt_status       st;
 
-    mt_ledger_say(s, MT_COUNT_EVICTED, n, (uint64_t)(unsigned)unit);
+    mt_ledger_say(s, MT_COUNT_EVICTED, n, about);
     MT_DO(mt_ledger_meet(s, MT_COUNT_EVICTED, n, 0));
-    rank = mt_board_differs(b, MT_COUNT_EVICTED, (uint64_t)(unsigned)unit);
-    if (!first || rank == ranks)
-        return MT_OK;
-    st = MT_FAIL(MT_EPEER, "rank %d gives back memory of unit %d, and rank %d of unit %s", rank,
-                 (int)mt_board_about(b, MT_COUNT_EVICTED, rank), me, mt_store_name(s, unit));
-    mt_ledger_fault(s, st, mt_last_error());
-    return st;
+    if (alike != NULL)
+        *alike = about >> 32 != 0;
+    for (int rank = 0; alike != NULL && rank < mt_share_ranks(s->share); rank++) {
+        other = mt_board_about(b, MT_COUNT_EVICTED, rank);
+        *alike &= other == about;
+        if ((uint32_t)other == (uint32_t)about)
+            continue;
+        st = MT_FAIL(MT_EPEER, "rank %d gives back memory of unit %d, and rank %d of unit %s", rank,
+                     (int)(uint32_t)other, me, mt_store_name(s, unit));
+        mt_ledger_fault(s, st, mt_last_error());
+        return st;
+    }
+    return MT_OK;
 }
 
 mt_status mt_mirror_evict(mt_store *s, int unit)
 {
-    mt__unit    *u = mt__unit_at(s, unit);
-    mt_watch_ask asks;
-    mt_status    st, met;
+    mt__unit      *u = mt__unit_at(s, unit);
+    unsigned char *rises MT_FREED = NULL;
+    uint64_t       about;
+    mt_watch_ask   asks;
+    int            alike;
+    mt_status      st, met;
 
     MT_DO(mt_ledger_wait_saved(s, unit));
     if (keeper(s, unit) == NULL)
         return MT_OK;
     if (s->share == NULL)
         return drop(s, unit, 1);
+    MT_DO(MT_MAKE(rises, u->shape.n, u->name));
+    about = rising(s, u, rises) << 32 | (uint32_t)unit;
     /* (1) and (2) of mirror.h. Nobody is asked while ranks meet: this is not to be done again. */
     asks = mt_watch_asks(NULL);
-    if ((st = meet_evict(s, unit, 1)) == MT_OK) {
+    if ((st = meet_evict(s, unit, about, &alike)) == MT_OK) {
         u->mirror.all_evict = 1;
         st = drop(s, unit, 1);
         u->mirror.all_evict = 0;
-        met = meet_evict(s, unit, 0);
+        if (alike)
+            rise(s, u, MT_KEEP(rises));
+        met = meet_evict(s, unit, about, NULL);
         st = st != MT_OK ? st : met;
     }
     (void)mt_watch_asks(asks);

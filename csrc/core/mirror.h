@@ -33,9 +33,9 @@
  *              it as it was. A home that waits for nobody may do so at once, with states
  *   evict      everything, claimed or not, when the unit's memory on the host is to end
  *   and never: gradients, over which anybody may have a tensor, what the home does not have, and in
- *              a share weights of a device, which each rank's updates bring there. Of what is
- *              evicted the other ranks have no need: release comes behind all ranks' saves of the
- *              unit
+ *              a share trained weights of a device, which each rank's updates bring there. Of what
+ *              is evicted the other ranks have no need: release comes behind all ranks' saves of
+ *              the unit
  *
  * Threads: any, but close: one, while no other is inside for that unit.
  *
@@ -121,6 +121,8 @@ void      mt_mirror_drop   (mt_store *s, int unit, unsigned planes);
 mt_status mt_mirror_bring  (mt_store *s, int unit, unsigned planes);
 mt_status mt_mirror_bring_own(mt_store *s, int unit, unsigned planes);
 mt_status mt_mirror_peek   (mt_store *s, int unit, unsigned planes);
+/* bring, of one parameter's weights: of what is aloft (mirror.c) no others come than must. */
+mt_status mt_mirror_read   (mt_store *s, int unit, int param);
 mt_status mt_mirror_release(mt_store *s, int unit);
 /* In a share of several machines: memory of the portions of other machines that peek has brought,
  * and bring has not, is given back, whatever the unit's home. 0: not all of it, since a rank saves

@@ -63,17 +63,41 @@ static mt_status portion_of(const mt_resident *r, int unit, int rank, size_t *fr
     return mt_portion_bytes(r->store, unit, rank, mt_share_ranks(r->cx->share), from, to);
 }
 
-/* Bytes [from, to), between the share and the slot. */
-static mt_status copy_share(const mt_resident *r, const mt__settled *h, mt_queue *q, int up,
-                            size_t from, size_t to)
+/* Bytes [from, to), from the slot to the share. */
+static mt_status copy_down(const mt_resident *r, const mt__settled *h, mt_queue *q, size_t from,
+                           size_t to)
 {
-    void     *hi;
-    mt_status st = mt_store_hi(r->store, h->unit, &hi);
-    char     *host = (char *)hi + from, *there = (char *)h->mem + from;
+    void *hi;
 
-    if (st != MT_OK || from == to)
-        return st;
-    return r->dev->ops->copy(q, up ? there : host, up ? host : there, to - from);
+    MT_DO(mt_store_hi(r->store, h->unit, &hi));
+    return r->dev->ops->copy(q, (char *)hi + from, (char *)h->mem + from, to - from);
+}
+
+/* Under mu. Into the slot, from plane HI or another slot at src: of bytes [from, to) those of
+ * parameters of which the host is ahead; *bytes grows by as many. The others' are in the slot, and
+ * perhaps not in host memory (mirror.h). */
+static mt_status copy_ahead(const mt_resident *r, const mt__settled *h, mt_queue *q, const char *src,
+                            size_t from, size_t to, uint64_t *bytes)
+{
+    int n = mt_store_params(r->store, h->unit);
+
+    for (int i = 0, next; i < n; i = next) {
+        int    ahead = mt_mirror_any(r->store, h->unit, i, HI, IS(AHEAD) | IS(STORING));
+        size_t begin = mt_store_offset(r->store, h->unit, i), end;
+
+        for (next = i + 1; next < n; next++)             /* what lies side by side goes at once */
+            if (mt_mirror_any(r->store, h->unit, next, HI, IS(AHEAD) | IS(STORING)) != ahead)
+                break;
+        end = next < n ? mt_store_offset(r->store, h->unit, next)
+                       : mt_store_hi_bytes(r->store, h->unit);
+        begin = begin < from ? from : begin;
+        end = end > to ? to : end;
+        if (!ahead || begin >= end)
+            continue;
+        MT_DO(r->dev->ops->copy(q, (char *)h->mem + begin, src + begin, end - begin));
+        *bytes += end - begin;
+    }
+    return MT_OK;
 }
 
 static mt_status wait_for(mt_resident *r, int unit, mt_event *e, const char *awaits)
@@ -125,14 +149,20 @@ static mt_status end_update(void *arg, mt_job *node)
     /* MOVED: the weights are the update's. */
     MT_TRY(mt_edge(r->cx, MT_EDGE_MOVED, f->down, h->done));
     mt_timeline_begin(r->cx->timeline, &span, MT_LANE_THROUGH, MT_WORK_OFFLOAD, h->unit, f->down);
-    for (size_t at = from, i = 0; at < to; at += n, i++) {
-        n = to - at < CHUNK ? to - at : CHUNK;
-        MT_TRY(copy_share(r, h, f->down, 0, at, at + n));
-        MT_TRY(v->record(f->down, f->chunks[i % 2]));
-        if (i > 0)
-            MT_TRY(v->sync_event(f->chunks[(i - 1) % 2]));
+    for (int k = 0, i = 0; k < u->j.n_params; k++) {         /* of the others nothing is new */
+        const mt_param_desc *d = mt_store_desc(r->store, h->unit, u->j.params[k]);
+        size_t at = mt_store_offset(r->store, h->unit, u->j.params[k]);
+        size_t end = at + (size_t)d->numel * mt_dtype_bytes(d->dtype);
+
+        for (at = at < from ? from : at, end = end > to ? to : end; at < end; at += n, bytes += n) {
+            n = end - at < CHUNK ? end - at : CHUNK;
+            MT_TRY(copy_down(r, h, f->down, at, at + n));
+            MT_TRY(v->record(f->down, f->chunks[i % 2]));
+            if (i++ > 0)
+                MT_TRY(v->sync_event(f->chunks[i % 2]));
+        }
     }
-    mt_timeline_end(r->cx->timeline, &span, bytes = to - from, f->down);
+    mt_timeline_end(r->cx->timeline, &span, bytes, f->down);
     MT_TRY(mt__record(r, h, f->down, h->lowered, &h->lowering, "weights down", DOWN));
     if (!mt_skips(r->cx, MT_EDGE_LOWERED))
         st = wait_for(r, h->unit, h->lowered, DOWN);
@@ -412,8 +442,10 @@ static mt_status put_raise(mt_resident *r, mt__settled *h)
     mt_span   span;
     uint64_t  bytes = 0;
     size_t    from, to;
+    void     *hi;
 
     MT_ASSERT(mt_holds(&r->mu));
+    MT_DO(mt_store_hi(r->store, h->unit, &hi));
     mt_timeline_begin(r->cx->timeline, &span, h->slots != NULL ? MT_LANE_GATHER : MT_LANE_THROUGH,
                       MT_WORK_FETCH, h->unit, q);
     for (int rank = 0; rank < mt_share_ranks(r->cx->share); rank++) {
@@ -421,12 +453,7 @@ static mt_status put_raise(mt_resident *r, mt__settled *h)
         if (rank == mt_share_rank(r->cx->share) || (h->slots != NULL && h->slots[rank] == NULL))
             continue;
         MT_DO(portion_of(r, h->unit, rank, &from, &to));
-        if (h->slots == NULL)
-            MT_DO(copy_share(r, h, q, 1, from, to));
-        else if (to > from)
-            MT_DO(r->dev->ops->copy(q, (char *)h->mem + from, (char *)h->slots[rank] + from,
-                                    to - from));
-        bytes += to - from;
+        MT_DO(copy_ahead(r, h, q, h->slots != NULL ? h->slots[rank] : hi, from, to, &bytes));
     }
     mt_timeline_end(r->cx->timeline, &span, bytes, q);
     r->stats.h2d_bytes += bytes;
@@ -439,13 +466,14 @@ static mt_status put_back(mt_resident *r, const mt__settled *h, mt_queue *q)
 {
     int    me = mt_share_rank(r->cx->share);
     size_t from, to;
+    void  *hi;
 
+    MT_DO(mt_store_hi(r->store, h->unit, &hi));
     for (int rank = 0; rank < mt_share_ranks(r->cx->share); rank++) {
         if (rank != me && (h->slots == NULL || mt_share_speaker(r->cx->share, rank) != me))
             continue;
         MT_DO(portion_of(r, h->unit, rank, &from, &to));
-        MT_DO(copy_share(r, h, q, 1, from, to));
-        r->stats.h2d_bytes += to - from;
+        MT_DO(copy_ahead(r, h, q, hi, from, to, &r->stats.h2d_bytes));
     }
     return MT_OK;
 }
@@ -457,7 +485,7 @@ static mt_status put_fetch(mt_resident *r, mt__settled *h, mt_queue *run, mt_que
 {
     int       unit = h->unit;
     uint64_t  writes = mt_ledger_writes(r->store, unit);
-    size_t    bytes = mt_store_hi_bytes(r->store, unit);
+    uint64_t  bytes = 0;
     void     *hi;
     mt_span   span;
     mt_status st;
@@ -465,7 +493,8 @@ static mt_status put_fetch(mt_resident *r, mt__settled *h, mt_queue *run, mt_que
     *q = r->queue;
     if (!is_ahead(r, unit))
         return MT_OK;
-    if (mt_mirror_any(r->store, unit, -1, HI, IS(STALE) | IS(LOADING) | IS(TORN)))
+    if (mt_mirror_any(r->store, unit, -1, HI,
+                      (r->ferry.open ? 0 : IS(STALE)) | IS(LOADING) | IS(TORN)))
         return MT_FAIL(MT_ESTATE, "unit %s: its weights were written on the host where they were "
                        "older than the device's; they must be brought before",
                        mt_store_name(r->store, unit));
@@ -486,8 +515,7 @@ static mt_status put_fetch(mt_resident *r, mt__settled *h, mt_queue *run, mt_que
             MT_TRY(r->dev->ops->wait(r->queue, h->used));
         }
         mt_timeline_begin(r->cx->timeline, &span, MT_LANE_DEVICE, MT_WORK_FETCH, unit, r->queue);
-        if (bytes > 0)
-            MT_TRY(r->dev->ops->copy(r->queue, h->mem, hi, bytes));
+        MT_TRY(copy_ahead(r, h, r->queue, hi, 0, mt_store_hi_bytes(r->store, unit), &bytes));
         mt_timeline_end(r->cx->timeline, &span, bytes, r->queue);
         MT_TRY(record_done(r, h));
         r->stats.fetches++;
@@ -571,6 +599,10 @@ static mt_status put_copy(mt_resident *r, int unit, int param, mt_plane p, int u
     mt_part own = { .param = param };
 
     own.n = mt_store_owned(r->store, unit, param, &own.from);
+    if (p == MT_PLANE_HI && !up) {       /* those that are aloft: all ranks have all of them */
+        own.n = mt_store_desc(r->store, unit, param)->numel;
+        own.from = 0;
+    }
     if (mt_store_plane_bytes(r->store, unit, param, p, own.n) == 0)
         return MT_OK;
     MT_DO(mt_resident_at(r, unit, param, p, &own.at[p]));
@@ -642,8 +674,8 @@ static mt_status put_update(mt_resident *r, mt__settled *h, const mt_update_job 
     r->updated = h->done;
     mt_mirror_change(r->store, u->unit, u->params, u->n_params,
                      ~kept & ~(r->ferry.open ? HI : 0));
-    if (r->ferry.open)                   /* the share will have what this slot has not */
-        mt_mirror_tell(r->store, u->unit, -1, HI, MT_MIRROR_SET);
+    for (int i = 0; r->ferry.open && i < u->n_params; i++)       /* the share will have the rest */
+        mt_mirror_tell(r->store, u->unit, u->params[i], HI, MT_MIRROR_SET);
     if (away)
         MT_DO(mt__arrive_behind(r, h, u->params, u->n_params));
     return MT_OK;
@@ -796,7 +828,7 @@ static mt_status home_lower(void *arg, int unit, size_t from, size_t to)
     mt_timeline_begin(r->cx->timeline, &span, MT_LANE_THROUGH, MT_WORK_OFFLOAD, unit, q);
     for (size_t at = from; at < to; at += n) {
         n = to - at < CHUNK ? to - at : CHUNK;
-        MT_DO(copy_share(r, h, q, 0, at, at + n));
+        MT_DO(copy_down(r, h, q, at, at + n));
         MT_DO(r->dev->ops->sync(q));
     }
     mt_timeline_end(r->cx->timeline, &span, to - from, q);

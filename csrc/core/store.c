@@ -757,8 +757,13 @@ mt_status mt_store_commit(mt_store *s, int unit, mt_plane p)
     for (int i = -1; (a = arena_of(u, pl, i)) != NULL; i++) {
         mt_arena made = *a;
 
+        if (p == MT_PLANE_HI && atomic_load(&u->mirror.aloft) != NULL) {     /* it has all of its pages again */
+            mt_arena_unregister(&made);
+            mt_arena_keep(&made, 0, made.bytes);
+            made.reserved = 1;
+        }
         MT_DO(mt_arena_commit(&made, s->pool, dev));
-        atomic_fetch_add(&s->mapped[p], a->reserved ? made.kept : 0);
+        atomic_fetch_add(&s->mapped[p], made.kept - (a->reserved ? 0 : a->kept));
         MT_WITH(&s->map_mu) *a = made;
     }
     return MT_OK;
@@ -785,17 +790,50 @@ void mt_store_decommit(mt_store *s, int unit, mt_plane p)
     }
 }
 
+/* Locked pages that are given back stay where they are, and what is written to their addresses then
+ * is elsewhere. So all is unlocked first, and then the longest stretch between them locked. */
+void mt__thin(mt_store *s, mt__unit *u, const unsigned char *params)
+{
+    mt__plane *pl = &u->plane[MT__HOST][MT_PLANE_HI];
+    size_t     begin = 0, end = 0, from = 0, to = 0;         /* of this stretch, and the longest */
+    mt_arena   a;
+
+    MT_HOLD(&pl->making);
+    a = pl->arena;
+    for (int i = 0; i < u->shape.n; i++) {
+        begin = params[i] ? u->shape.offset[i] + mt__weight_room(u, i) : begin;
+        end = u->shape.offset[i] + (params[i] ? 0 : mt__weight_room(u, i));
+        if (end > begin && end - begin > to - from) {
+            from = begin;
+            to = end;
+        }
+    }
+    atomic_fetch_sub(&s->mapped[MT_PLANE_HI], a.reserved ? 0 : a.kept);
+    mt_arena_unregister(&a);
+    mt_arena_keep(&a, from, to - from);
+    for (int i = 0; i < u->shape.n; i++)
+        if (params[i])
+            mt_share_punch(&u->range[MT_PLANE_HI], u->shape.offset[i], mt__weight_room(u, i));
+    (void)mt_arena_register(&a, s->dev);                     /* else copies are slower */
+    atomic_fetch_add(&s->mapped[MT_PLANE_HI], a.reserved ? 0 : a.kept);
+    MT_WITH(&s->map_mu) pl->arena = a;
+}
+
 size_t mt_store_reserved(mt_store *s, int unit, mt_plane p)
 {
     mt__unit        *u = mt__unit_at(s, unit);
     const mt__plane *pl;
+    const unsigned char *aloft;
     size_t           bytes;
 
     if (u == NULL || !plane_ok(p))
         return 0;
     pl = &u->plane[MT__HOST][p];
+    aloft = atomic_load(&u->mirror.aloft);
     MT_HOLD(&s->map_mu);
     bytes = pl->arena.reserved ? pl->arena.kept : 0;
+    for (int i = 0; p == MT_PLANE_HI && aloft != NULL && i < u->shape.n; i++)
+        bytes += aloft[i] ? mt__weight_room(u, i) : 0;
     for (int i = 0; u->shared && i < u->shape.n; i++)
         if (!is_own_copy(u, p, i))
             continue;

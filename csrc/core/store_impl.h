@@ -54,6 +54,8 @@ typedef struct mt__mirror {
     unsigned       claimed;          /* planes to which somebody has a claim */
     int            busy;             /* a thread is behind the door */
     int            all_evict;        /* in a share: all ranks are at the unit's evict */
+    _Atomic(unsigned char *) aloft;  /* [n] in a share: weights that are aloft (mirror.c). NULL: none
+                                      * are. Written while all ranks evict, or move, the unit */
 } mt__mirror;
 
 typedef struct mt__unit {
@@ -165,6 +167,14 @@ static inline const mt__unit *mt__unit_or_none(const mt_store *s, int unit)
     return u != NULL ? u : &none;
 }
 
+/* Of a parameter's weights in plane HI: bytes until another's may begin. */
+static inline size_t mt__weight_room(const mt__unit *u, int i)
+{
+    const mt_param_desc *d = &u->shape.desc[i];
+
+    return mt_round_up((size_t)d->numel * mt_dtype_bytes(d->dtype), u->align);
+}
+
 static inline mt_status mt__no_unit(const mt_store *s, int unit)
 {
     return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit,
@@ -194,6 +204,8 @@ mt_status mt__lay_out(const mt__unit *u, int side, mt_plane p, size_t **offset, 
 mt_status mt__find   (const mt_store *s, int unit, int param, mt__unit **out);   /* or MT_EINVAL */
 void      mt__unbind (mt_store *s, mt__unit *u);        /* both locks: it has no GRAD plane now */
 void      mt__unit_close  (mt_store *s, mt__unit *u);
+/* Weights (params: [n]) have no memory on the host any more; what is left is registered. */
+void      mt__thin        (mt_store *s, mt__unit *u, const unsigned char *params);
 void      mt__device_close(mt_store *s, mt__unit *u);   /* map_mu: it has no device plane now */
 /* A unit may come to this home, and the host has what it needs then; it is there. */
 mt_status mt__home_ready(mt_store *s, int unit, const mt_home *to);

@@ -275,8 +275,11 @@ def _planned(model: Any, settings: Settings, team: Team) -> tuple[Settings, dict
         return settings.with_(micro=settings.micro or 1), {
             "device": "cpu", "plan": {"states": settings.states}, "host": settings.host, "nvme": settings.nvme,
             "products": settings.products}, ""
+    from .loop import classes
+
+    trainer = None if settings.method == "sft" else classes(settings.method)[0]
     plan = team.first_does(lambda: mt.plan(
-        model, tokens=settings.tokens // settings.gpus, use_cache=False,
+        model, tokens=settings.tokens // settings.gpus, use_cache=False, trainer=trainer,
         **{name: getattr(settings, name) for name in ("seq", "vram", "host", "micro", "states", "products", "nvme",
                                                       "gpus")}))
     say(str(plan).split("\n\n")[0])

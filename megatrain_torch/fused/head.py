@@ -9,11 +9,13 @@ head's window, once; from then on they are used, gradients included.
     Defer   hidden states and weights in, DeferredLogits out; its backward is a linear layer's, for the
             gradients of logits that were made
     Loss    hidden states and weights in, the loss out; gradients are made in forward
+    Losses  the same of each row by itself; gradients are made in backward, where it is known what each row counts
 
-Both hand weight gradients over as a window does (graph/handover.py). Autograd records what is done to DeferredLogits as
+All hand weight gradients over as a window does (graph/handover.py). Autograd records what is done to DeferredLogits as
 it does for any tensor; the operations themselves are met below autograd, in `__torch_dispatch__`. But F.cross_entropy,
 where transformers' losses and most others end, is met above autograd, so that its gradient goes by way of Loss
-(loss.linear_cross_entropy, in chunks of tokens).
+(loss.linear_cross_entropy, in chunks of tokens). So is `log_softmax(-1).gather(-1, labels)`, with which losses of
+preferences begin: log p of each label is the loss of each row, negated.
 
 Letters: `T` tokens, `H` hidden, `V` vocabulary.
 """
@@ -38,7 +40,7 @@ from ..store.guard import HostTensor
 from ..store.records import Use
 from ..store.state import accumulators, graph_stays, in_backward, in_sight
 from .layer import casts
-from .loss import linear_cross_entropy
+from .loss import chunk_tokens, linear_cross_entropy
 
 if TYPE_CHECKING:
     from ..graph.window import Window
@@ -150,12 +152,25 @@ def vocabulary_dim(form: Tensor, v: int) -> int | None:
 class Curve(NamedTuple):
     """What was done to each logit x: scale * (x + shift), or cap * tanh(scale * (x + shift)).
 
-    shift: [V], or None for zero. cap: None: no soft cap.
+    shift: [V], or None for zero. cap: None: no soft cap. normal: log_softmax was taken of it since.
     """
 
     scale: float = 1.0
     cap: float | None = None
     shift: Tensor | None = None
+    normal: bool = False
+
+    def shifted(self, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """The head's bias [V] with the shift."""
+        if self.shift is None:
+            return bias
+        shift = self.shift.to(weight.dtype)
+        return shift if bias is None else bias + shift
+
+    def of(self, x: Tensor) -> Tensor:
+        """Of logits x that have the shift, in fp32."""
+        x = x.float() * self.scale
+        return x if self.cap is None else torch.tanh(x) * self.cap
 
 
 # ---- one call of the head --------------------------------------------------------------------------
@@ -169,6 +184,7 @@ class Logits:
         value: the output [..., V], once it was made; without history.
         fused: a loss was computed without making it.
         watched: the user asked for gradients of logits, so that losses must go by way of them.
+        brief: nobody keeps values beyond the step: detach() needs none, and a mean of them is no reason to make them.
         use: that of the made logits' gradient.
         born: what was derived from the output, weakly.
     """
@@ -180,7 +196,7 @@ class Logits:
         self.weight, self.bias = head.weight, head.bias
         self.hidden_version, self.versions = hidden._version, head.window.versions()
         self.value: Tensor | None = None
-        self.fused = self.watched = False
+        self.fused = self.watched = self.brief = False
         self.use: Use | None = None
         self.born: list[weakref.ref[DeferredLogits]] = []
 
@@ -385,7 +401,7 @@ def _copy(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _times(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
     number = args[0]
-    if not isinstance(number, (int, float)) or not math.isfinite(number) or number == 0:
+    if d._curve.normal or not isinstance(number, (int, float)) or not math.isfinite(number) or number == 0:
         return None
     curve, factor = d._curve, number if func is aten.mul.Tensor else 1 / number
     more = {"scale": curve.scale * factor} if curve.cap is None else {"cap": curve.cap * factor}
@@ -393,7 +409,7 @@ def _times(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _tanh(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
-    if d._curve.cap is not None:
+    if d._curve.cap is not None or d._curve.normal:
         return None
     return d.derived(torch.empty_like(d._form), (d, func, args, kwargs), d._curve._replace(cap=1.0))
 
@@ -401,7 +417,7 @@ def _tanh(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
 def _add(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
     """A bias that is added outside of the head (BART's)."""
     t, curve = args[0], d._curve
-    if kwargs or curve.scale != 1 or curve.cap is not None or curve.shift is not None:
+    if kwargs or curve.scale != 1 or curve.cap is not None or curve.shift is not None or curve.normal:
         return None
     if type(t) is not Tensor or t.requires_grad or t.device != d.device:
         return None
@@ -410,6 +426,31 @@ def _add(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
         return None
     t = t.clone()                                       # it may be changed before the loss
     return d.derived(torch.empty_like(d._form), (d, func, (t,), kwargs), Curve(shift=t.reshape(-1)))
+
+
+def _log_softmax(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
+    dim, wide = args
+    if d._curve.normal or vocabulary_dim(d._form, d.vocabulary) != dim % max(d.dim(), 1):
+        return None
+    return d.derived(torch.empty_like(d._form, dtype=torch.float32 if wide else d.dtype), (d, func, args, kwargs),
+                     d._curve._replace(normal=True))
+
+
+def _mean(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
+    """Of all numbers, where it is a figure to be shown: rows at a time."""
+    logits, classes = d._logits, vocabulary_dim(d._form, d.vocabulary)
+    if not logits.brief or kwargs or d._curve.normal or classes is None:
+        return None
+    if torch.is_grad_enabled() and d.requires_grad:
+        return None
+    logits.check()
+    with torch.no_grad(), _exactly(d.device):
+        weight, bias = logits.weights()
+        bias, total = d._curve.shifted(weight, bias), torch.zeros((), dtype=torch.float64, device=d.device)
+        rows, _ = _picked(logits.hidden.detach(), d.picked([i for i in range(d.dim()) if i != classes]))
+        for some in rows.split(chunk_tokens(*weight.shape[:1], 4)):
+            total += d._curve.of(F.linear(some, weight, bias)).sum()
+        return (total / d.numel()).to(d.dtype)
 
 
 _FOLLOWED: dict[Any, Callable[..., Any]] = {
@@ -422,10 +463,36 @@ _FOLLOWED: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.mul.Tensor, aten.div.Tensor), _times),
     aten.tanh.default: _tanh,
     aten.add.Tensor: _add,
+    aten._log_softmax.default: _log_softmax,
+    aten.mean.default: _mean,
 }
 
 
 # ---- the loss --------------------------------------------------------------------------------------
+
+def _picked(hidden: Tensor, picks: tuple[Pick, ...]) -> tuple[Tensor, Tensor | None]:
+    """Rows [picked, H] of hidden [..., H], and which they are: [picked] int64, None: all, in order."""
+    rows, index = hidden.reshape(-1, hidden.shape[-1]), None
+    for shape, strides, offset in picks:
+        index = torch.arange(rows.shape[0], device=rows.device) if index is None else index
+        index = index.as_strided(shape, strides, index.storage_offset() + offset).reshape(-1).contiguous()
+    return rows if index is None else rows.index_select(0, index), index
+
+
+def _losses(logits: Logits, curve: Curve, picks: tuple[Pick, ...], labels: Tensor, hidden: Tensor,
+            wanted: tuple[bool, bool, bool], **options: Any) -> tuple[Tensor, Tensor | None, dict[Any, Tensor | None]]:
+    """Of the picked rows of hidden [..., H]: the loss, the gradient of all of hidden, and the weights', by records."""
+    with _exactly(hidden.device):
+        weight, bias = logits.weights()
+        rows, index = _picked(hidden, picks)
+        loss, dhidden, dweight, dbias = linear_cross_entropy(
+            rows, weight, labels, curve.shifted(weight, bias),
+            softcap=0.0 if curve.cap is None else abs(curve.cap),
+            logit_scale=curve.scale * (1.0 if curve.cap is None else curve.cap), wanted=wanted, **options)
+        if dhidden is not None and index is not None:
+            dhidden = dhidden.new_zeros(hidden.shape[:-1].numel(), hidden.shape[-1]).index_copy_(0, index, dhidden)
+    return loss, None if dhidden is None else dhidden.view(hidden.shape), {logits.weight: dweight, logits.bias: dbias}
+
 
 @in_sight
 class Loss(torch.autograd.Function):
@@ -434,27 +501,11 @@ class Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Logits, curve: Curve, picks: tuple[Pick, ...], labels: Tensor,
                 options: dict[str, Any], hidden: Tensor, *params: Tensor) -> Tensor:
-        """Of the picked rows of hidden [..., H], whose gradient is the whole's."""
         ctx.window, ctx.records = logits.window, logits.window.trainable
         ctx.use = Use(ctx.records) if in_backward() == -1 else None
         wanted = (hidden.requires_grad, logits.weight in ctx.records, logits.bias in ctx.records)
-        with _exactly(hidden.device):
-            weight, bias = logits.weights()
-            if curve.shift is not None:
-                shift = curve.shift.to(weight.dtype)
-                bias = shift if bias is None else bias + shift
-            rows, index = hidden.reshape(-1, hidden.shape[-1]), None         # [picked] int64; None: all rows, in order
-            for shape, strides, offset in picks:
-                index = torch.arange(rows.shape[0], device=rows.device) if index is None else index
-                index = index.as_strided(shape, strides, index.storage_offset() + offset).reshape(-1).contiguous()
-            loss, dhidden, dweight, dbias = linear_cross_entropy(
-                rows if index is None else rows.index_select(0, index), weight, labels, bias,
-                softcap=0.0 if curve.cap is None else abs(curve.cap),
-                logit_scale=curve.scale * (1.0 if curve.cap is None else curve.cap), wanted=wanted, **options)
-            if dhidden is not None and index is not None:
-                dhidden = torch.zeros_like(rows).index_copy_(0, index, dhidden)
-        found = {logits.weight: dweight, logits.bias: dbias}
-        ctx.save_for_backward(None if dhidden is None else dhidden.view(hidden.shape), *(found[r] for r in ctx.records))
+        loss, dhidden, found = _losses(logits, curve, picks, labels, hidden, wanted, **options)
+        ctx.save_for_backward(dhidden, *(found[r] for r in ctx.records))
         return loss
 
     @staticmethod
@@ -470,37 +521,88 @@ class Loss(torch.autograd.Function):
             ctx.records, ctx.use, accumulators(ctx), tuple(grads[1:]))
 
 
-def cross_entropy(input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
-                  reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0) -> Tensor | None:
-    """`F.cross_entropy` of deferred logits, or None where the real ones are needed."""
-    legacy = size_average is not None or reduce is not None
-    if weight is not None or legacy or reduction not in ("mean", "sum"):
-        return None
-    if not isinstance(input, DeferredLogits) or not torch.is_grad_enabled() or not input.requires_grad:
-        return None
+@in_sight
+class Losses(torch.autograd.Function):
+    """Hidden states and host parameters in, the loss of each picked row out: [picked] fp32.
+
+    Backward makes logits again, in chunks: only there it is known by what each row's gradient is multiplied.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Logits, curve: Curve, picks: tuple[Pick, ...], labels: Tensor,
+                options: dict[str, Any], hidden: Tensor, *params: Tensor) -> Tensor:
+        ctx.logits, ctx.records, ctx.how = logits, logits.window.trainable, (curve, picks, options)
+        ctx.use = Use(ctx.records) if in_backward() == -1 else None
+        ctx.save_for_backward(labels)
+        return _losses(logits, curve, picks, labels, hidden.detach(), (False,) * 3, **options)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        labels, = ctx.saved_tensors
+        logits, (curve, picks, options) = ctx.logits, ctx.how
+        logits.check()
+        wanted = (ctx.needs_input_grad[5], logits.weight in ctx.records, logits.bias in ctx.records)
+        _, dhidden, found = _losses(logits, curve, picks, labels, logits.hidden.detach(), wanted,
+                                    each=grad.float().contiguous(), **options)
+        if not graph_stays():
+            ctx.logits = None
+        return None, None, None, None, None, dhidden, *logits.window.runtime.handover.take(
+            ctx.records, ctx.use, accumulators(ctx), tuple([found[r] for r in ctx.records]))
+
+
+def _unread(input: Any) -> bool:
+    """Are these logits that nobody has made yet, or wants to, and that a gradient may go through?"""
+    return isinstance(input, DeferredLogits) and torch.is_grad_enabled() and input.requires_grad \
+        and input._logits.value is None and not input._logits.watched
+
+
+def _loss(kind: Any, input: DeferredLogits, classes: int, labels: Tensor, **options: Any) -> Tensor:
     logits = input._logits
-    if logits.value is not None or logits.watched:      # they are there, or wanted: they are used
-        return None
-    shape = list(input.shape)
-    classes = 0 if len(shape) == 1 else 1
-    del shape[classes]
-    if type(target) is not Tensor or target.dtype != torch.int64 or list(target.shape) != shape \
-            or vocabulary_dim(input._form, input.vocabulary) != classes:
-        return None
     logits.check()
     picks = input.picked([i for i in range(input.dim()) if i != classes])
-    options = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
-    labels = target.to(input.device, non_blocking=True).reshape(-1).contiguous()
-    loss = Loss.apply(logits, input._curve, picks, labels, options, logits.hidden, *logits.window.params)
+    labels = labels.to(input.device, non_blocking=True).reshape(-1).contiguous()
+    loss = kind.apply(logits, input._curve, picks, labels, options, logits.hidden, *logits.window.params)
     logits.fused = True
     return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
 
 
+def cross_entropy(input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
+                  reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0) -> Tensor | None:
+    """`F.cross_entropy` of deferred logits, or None where the real ones are needed."""
+    legacy = size_average is not None or reduce is not None
+    if weight is not None or legacy or reduction not in ("mean", "sum", "none") or not _unread(input):
+        return None
+    shape = list(input.shape)
+    classes = 0 if len(shape) == 1 else 1
+    del shape[classes]
+    if input._curve.normal or type(target) is not Tensor or target.dtype != torch.int64 \
+            or list(target.shape) != shape or vocabulary_dim(input._form, input.vocabulary) != classes:
+        return None
+    loss = _loss(Losses if reduction == "none" else Loss, input, classes, target, ignore_index=ignore_index,
+                 reduction=reduction, label_smoothing=label_smoothing)
+    return loss.view(shape) if reduction == "none" else loss
+
+
+NO_LABEL = -2**63                    # is ignored by none: gather, unlike cross_entropy, has no such label
+
+
+def gather(input: Any, dim: Any, index: Any, **options: Any) -> Tensor | None:
+    """`torch.gather` of one label's log p in each row, or None where the real logits are needed."""
+    if not _unread(input) or not input._curve.normal or type(index) is not Tensor or index.dtype != torch.int64 \
+            or options or type(dim) is not int:
+        return None
+    classes, shape = vocabulary_dim(input._form, input.vocabulary), list(input.shape)
+    if classes is None or dim % len(shape) != classes or list(index.shape) != [
+            1 if d == classes else n for d, n in enumerate(shape)]:
+        return None
+    return -_loss(Losses, input, classes, index, reduction="none", ignore_index=NO_LABEL).view(index.shape)
+
+
 # ---- functions that are met above autograd ----
 
-def _detach(self: DeferredLogits) -> Tensor:
+def _detach(self: DeferredLogits) -> Tensor | None:
     """For whoever keeps values: they are made now, while the weights are there."""
-    return self.kept("detach()").detach()
+    return None if self._logits.brief else self.kept("detach()").detach()
 
 
 def _as_real(func: Any) -> Callable[..., Any]:
@@ -522,6 +624,7 @@ def _watched(self: Any, *_: Any, **__: Any) -> None:
 _T = Tensor
 _MET: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: cross_entropy,
+    **dict.fromkeys((_T.gather, torch.gather), gather),
     **dict.fromkeys((_T.detach, torch.detach, _T.data.__get__), _detach),
     **{f: _as_real(f) for f in (_T.numpy, _T.tolist, _T.__array__, _T.__dlpack__, _T.data_ptr, _T.untyped_storage)},
     **dict.fromkeys((_T.register_hook, _T.retain_grad), _watched),

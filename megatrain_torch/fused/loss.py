@@ -19,7 +19,7 @@ ROW_ALIGN = 8               # numbers; rows of logits begin at 16 bytes for any 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *, reduction: str = "mean",
     ignore_index: int = -100, softcap: float = 0.0, label_smoothing: float = 0.0, logit_scale: float = 1.0,
-    chunk: int | None = None, wanted: tuple[bool, bool, bool] = (True, True, True),
+    chunk: int | None = None, wanted: tuple[bool, bool, bool] = (True, True, True), each: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Cross entropy of `logit_scale * (hidden @ weight.T + bias)` and its gradients. No autograd.
 
@@ -30,7 +30,7 @@ def linear_cross_entropy(
     Args:
         hidden: [T, H], strided rows. weight: [V, H] and bias: [V], of its type. labels: [T] int64, on its device.
         reduction: "sum", or "mean": over labels that are not ignored; without any the loss is NaN, as torch's,
-            and the gradients are zero.
+            and the gradients are zero. "none": the loss is [T]; gradients are of sum(each * loss), each [T] fp32.
         chunk: Tokens at a time. Default: logits of about 512 MiB, at least 1024 tokens.
         wanted: Gradients of hidden, weight (not of a frozen head) and bias; none of them: the loss alone.
 
@@ -42,15 +42,13 @@ def linear_cross_entropy(
         RuntimeError: On the CPU: a label outside [0, V) that is not ignore_index. (On CUDA: a NaN loss.)
     """
     count = (labels != ignore_index).sum().float() if reduction == "mean" else None
-    scale = torch.full((), logit_scale, dtype=torch.float32, device=hidden.device) if any(wanted) else None
-    scale = scale if scale is None or count is None else scale / count
-    tokens, losses = hidden.shape[0], []
-    dhidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if wanted[0] else None
-    dweight = torch.zeros_like(weight) if wanted[1] and not tokens else None
-    dbias = torch.zeros_like(bias) if wanted[2] and bias is not None and not tokens else None
-    step = chunk or chunk_tokens(weight.shape[0], weight.element_size())
+    scale = hidden.new_full((), logit_scale, dtype=torch.float32) / (1 if count is None else count)
+    tokens, losses, step = hidden.shape[0], [], chunk or chunk_tokens(weight.shape[0], weight.element_size())
+    dhidden = hidden.new_empty(hidden.shape) if wanted[0] else None
+    dweight, dbias = (None if tokens or p is None or not want else torch.zeros_like(p)
+                      for p, want in ((weight, wanted[1]), (bias, wanted[2])))
     padded = -(-weight.shape[0] // ROW_ALIGN) * ROW_ALIGN
-    memory = torch.empty(min(step, tokens), padded, dtype=hidden.dtype, device=hidden.device)[:, :weight.shape[0]]
+    memory = hidden.new_empty(min(step, tokens), padded)[:, :weight.shape[0]]
     for first in range(0, tokens, step):
         rows, logits = hidden[first:first + step], memory[:min(step, tokens - first)]
         if bias is None and logit_scale == 1.0:
@@ -58,9 +56,11 @@ def linear_cross_entropy(
         else:                                # scaled in the product: rounded once
             torch.addmm(logits if bias is None else bias, rows, weight.t(), beta=0 if bias is None else logit_scale,
                         alpha=logit_scale, out=logits)
-        loss, _ = ops.cross_entropy_(logits, labels[first:first + step], scale, ignore_index=ignore_index,
-                                     softcap=softcap, label_smoothing=label_smoothing)
+        loss, _ = ops.cross_entropy_(logits, labels[first:first + step], scale if any(wanted) else None,
+                                     ignore_index=ignore_index, softcap=softcap, label_smoothing=label_smoothing)
         losses.append(loss)                  # logits: their own gradient now, unless none is wanted
+        if each is not None:
+            logits.mul_(each[first:first + step, None])
         if dhidden is not None:
             torch.mm(logits, weight, out=dhidden[first:first + rows.shape[0]])
         if wanted[1] and rows.shape[0] == tokens:        # the only chunk: rounded by the product itself
@@ -72,9 +72,9 @@ def linear_cross_entropy(
         if wanted[2] and bias is not None:
             part = ops.column_sum(logits, torch.float32)
             dbias = part if dbias is None else dbias.add_(part)
-    total = torch.cat(losses).sum() if losses else hidden.new_zeros((), dtype=torch.float32)
-    return (total if count is None else total / count, dhidden,
-            None if dweight is None else rounded_in_place(dweight, weight.dtype),
+    total = torch.cat(losses) if losses else hidden.new_zeros(0, dtype=torch.float32)
+    total = total if reduction == "none" else total.sum() if count is None else total.sum() / count
+    return (total, dhidden, None if dweight is None else rounded_in_place(dweight, weight.dtype),
             None if dbias is None else dbias.to(bias.dtype))
 
 

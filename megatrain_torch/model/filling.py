@@ -72,12 +72,15 @@ def fill(rt: Runtime, groups: list[Group], origins: Origins | None, masters: boo
     """Weights in their planes; each old tensor is freed as its values are in. What is at home on the device or on disk
     goes there at once: host memory has one such unit at a time. origins: of a model that several processes stream."""
     given, files, filed = 0, Mapped(), set(units_at(rt.room.asked, "disk+weights"))
-    by_unit = rt.ranks if filed else None        # of what the first has filled each puts its portion into its file
+    # Of several on one machine, units with frozen weights, which leave host memory; the others' stay there anyway.
+    early = {unit for unit, (_, own) in enumerate(groups) if unit in rt.homes.settled and (
+        rt.ranks is None or (not rt.ranks.apart and any(not p.requires_grad for _, p in own)))}
+    by_unit = rt.ranks if filed or early else None       # what one rank has filled all put where it is at home
     with as_one(rt.ranks):
         for unit, own in enumerate(own_bytes(groups)):
             with as_one(by_unit):
                 _take_over(rt, unit, files, origins, masters)
-            if unit in rt.homes.settled and rt.ranks is None:
+            if unit in early:
                 rt.homes.take(unit)
             if unit in filed:
                 with as_one(by_unit):
@@ -91,7 +94,7 @@ def fill(rt: Runtime, groups: list[Group], origins: Origins | None, masters: boo
         if rt.ranks.apart:
             origins.everywhere(rt.units)
         with as_one(rt.ranks):
-            for unit in rt.homes.settled:
+            for unit in sorted(rt.homes.settled.keys() - early):
                 rt.homes.take(unit)
 
 

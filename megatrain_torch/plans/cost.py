@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from ..base.modes import DISK, HOST, LINKED, read
 from ..fused.loss import chunk_tokens
+from ..fused.trl import ODDS, TILES
 from .machine import Machine
 from .shapes import Product, Window
 
@@ -44,7 +45,7 @@ def cost_of(window: Window, machine: Machine, tokens: int, seq: int, fused: bool
     if window.kind == "embedding":
         return run.embedding()
     if window.kind == "head":
-        return run.fused_head() if fused else run.eager_head()
+        return run.tiled_head() if window.loss == TILES else run.fused_head() if fused else run.eager_head()
     if fused and window.template:
         return run.fused_layer() if window.products else run.fused_norm()
     return run.eager()
@@ -71,6 +72,8 @@ SPELLED_KEPT, SPELLED_WORK = 6, 12
 EAGER_OPERATIONS = {"layer": (130, 260, 130), "other": (20, 30, 15), "head": (10, 14, 0), "embedding": (8, 10, 0)}
 EAGER_LOGIT_BYTES = 12      # per logit, all tokens at once: 16-bit, fp32, its softmax and gradient
 EAGER_LOGIT_TRAFFIC = (18, 24)
+EAGER_ODDS = 5              # logits' sizes alive at once in ORPO's backward, where they are made
+TILE = (4096, 32768)        # tokens and words whose logits TRL 1.16's head has at once
 
 
 class _Run:
@@ -218,15 +221,39 @@ class _Run:
         With several chunks the weight's gradient is summed in fp32, [V,H], by the products themselves.
         """
         w, tokens = self.w, self.tokens
-        wide = sum(p.fan_out for p in w.products)
+        wide, trained = sum(p.fan_out for p in w.products), self._elements(trained=True)
         chunk = min(tokens, chunk_tokens(wide, w.itemsize))
-        chunks = -(-tokens // chunk)
-        sums = 4 * sum(p.fan_in * p.fan_out for p in w.products if p.trained) if chunks > 1 else 0
-        rows = tokens * w.hidden * w.itemsize
+        chunks, rows, logits = -(-tokens // chunk), tokens * w.hidden * w.itemsize, chunk * wide * w.itemsize
+        sums = 4 * trained if chunks > 1 else 0
         forward = chunks * (self.products_s(w.products, chunk) + self.gradients_s(w.products, chunk)) \
             + self.bytes_s(tokens * wide * HEAD_TRAFFIC_BYTES + 2 * sums * chunks)
-        return Cost(forward, {"saved": self.bytes_s(2 * rows) * w.learns}, self.launch_s(8 * chunks),
-                    {"saved": self.launch_s(8)}, {"saved": rows}, {"saved": chunk * wide * w.itemsize + rows + sums})
+        backward = self.bytes_s(2 * rows) * w.learns
+        if w.loss != ODDS:
+            return Cost(forward, {"saved": backward}, self.launch_s(8 * chunks), {"saved": self.launch_s(8)},
+                        {"saved": rows}, {"saved": logits + rows + sums})
+        # A loss of half of the rows, whose gradients wait for backward, and losses of all rows (head.Losses), for which
+        # backward makes logits again. Then the weight's two gradients are added up.
+        sums = max(sums, trained * w.itemsize)
+        return Cost(forward / 2 + self.products_s(w.products, tokens), {"saved": forward + backward},
+                    self.launch_s(16 * chunks), {"saved": self.launch_s(8 * chunks)},
+                    {"saved": 2 * rows + sums}, {"saved": max(logits, trained * w.itemsize) + rows + sums})
+
+    def tiled_head(self) -> Cost:
+        """TRL's: a copy of the weight stays from forward to backward, which makes each tile of logits again. Gradients
+        are summed in fp32, and rounded at the end."""
+        w, tokens = self.w, self.tokens
+        wide, trained = sum(p.fan_out for p in w.products), self._elements(trained=True)
+        tiles = -(-tokens // TILE[0]) * -(-wide // TILE[1])
+        tile = min(tokens, TILE[0]) * min(wide, TILE[1]) * w.itemsize
+        rows, again = tokens * w.hidden * w.itemsize, self.products_s(w.products, tokens)
+        traffic = self.bytes_s(tokens * wide * HEAD_TRAFFIC_BYTES / 2)
+        return Cost(again + traffic, {"saved": (again + self.gradients_s(w.products, tokens) + traffic) * w.learns},
+                    self.launch_s(4 * tiles), {"saved": self.launch_s(8 * tiles)},
+                    {"saved": 2 * rows + self._elements() * w.itemsize},
+                    {"saved": tile + rows + 4 * (trained + tokens * w.hidden) + trained * w.itemsize})
+
+    def _elements(self, trained: bool = False) -> int:
+        return sum(p.fan_in * p.fan_out for p in self.w.products if p.trained or not trained)
 
     # ---- the model's own code ----
 
@@ -267,10 +294,11 @@ class _Run:
         wide = sum(p.fan_out for p in w.products)
         traffic = [self.bytes_s(tokens * wide * n) for n in EAGER_LOGIT_TRAFFIC]
         once, back, _ = EAGER_OPERATIONS["head"]
+        each = max(EAGER_LOGIT_BYTES, EAGER_ODDS * w.itemsize) if w.loss == ODDS else EAGER_LOGIT_BYTES
         return Cost(self.products_s(w.products, tokens) + traffic[0],
                     {"saved": (self.gradients_s(w.products, tokens) + traffic[1]) * w.learns},
                     self.launch_s(once), {"saved": self.launch_s(back)},
-                    {"saved": tokens * w.hidden * w.itemsize}, {"saved": tokens * wide * EAGER_LOGIT_BYTES})
+                    {"saved": tokens * w.hidden * w.itemsize}, {"saved": tokens * wide * each})
 
     def embedding(self) -> Cost:
         """Rows are looked up; the gradient is a whole table, mostly zeros."""

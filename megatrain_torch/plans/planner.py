@@ -236,12 +236,11 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
          compute: str = "auto", products: str = "bf16", base: str | None = None, adapter: Any = None,
          dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None, layers: int | None = None,
          nvme: str | dict[str, Any] | None = None, gpus: int = 1, machines: int = 1, experts: int | None = None,
-         delivery: str | None = None, use_cache: bool = True) -> Plan:
+         delivery: str | None = None, use_cache: bool = True, trainer: type | None = None) -> Plan:
     """Predicts a training step with mt.AdamW and finds the choice of least time within the limits.
 
     Args:
-        model: a module (streamed or not, also on the meta device) or a transformers config. Frozen
-            parameters, LoRA's too, are seen by requires_grad.
+        model: a module (streamed or not, or on the meta device), or a transformers config. What is frozen it tells.
         tokens, seq: tokens of a whole step, in sequences of `seq`; of several GPUs each has so many.
         machine: a Machine, a name such as "rtx4090" or "h200-128g,vram=24GiB" (`megatrain plan --list-machines` has
             all), the path of a JSON file, or "cpu". None: this machine's GPU, with the rates that `megatrain doctor`
@@ -265,6 +264,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         experts: of a layer, frozen in one parameter, fetched at a time; 0: all. None: what is best.
         delivery: of weights to several GPUs of a machine, "whole" or "shards"; None: in shards where that is faster.
         use_cache: False where the loop's forwards fill no key-value cache; else it counts as the model's config says.
+        trainer: a class of TRL's, whose loss is counted. None: that of mt.stream_trainer, else the model's own loss.
 
     Raises:
         MegatrainError: an argument makes no sense, or no plan fits. Then the message has the table of the plan that
@@ -280,7 +280,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     check_homes(fleet, homes.values() if isinstance(homes, dict) else [homes], grads)
     whole, limits = _limits(machine, vram, host, check_products(products, compute))
     shape_with = shapes_of(model, dtype=dtype, units=units, layers=layers, products=products, base=base,
-                           adapter=adapter, device=limits.device)
+                           adapter=adapter, device=limits.device, trainer=trainer)
     if compute == "auto" and products == "bf16":       # as mt.stream has it
         halves = all(w.itemsize == 2 for w in shape_with(states).windows)
         wishes = dataclasses.replace(wishes, fused=limits.device == "cuda" and halves)

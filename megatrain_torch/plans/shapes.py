@@ -34,6 +34,7 @@ from ..base.units import (
 )
 from ..fused.layer import runs
 from ..fused.templates import Sizes, Unfit
+from ..fused.trl import OWN, loss_of, losses
 from ..graph.door import window_of
 from ..store.bases import shape_codes
 
@@ -114,6 +115,7 @@ class Window:
     why: str = ""               # its own code runs, of a layer
     writes: bool = False        # that changes something beside its output, so it does not run again in backward
     spelled: bool = False       # attention is written out, and makes [S, S] weights of each head
+    loss: str = OWN             # of a head: who takes the loss, and how (fused/trl.py)
 
     @functools.cached_property
     def shape(self) -> Window:
@@ -145,12 +147,13 @@ class Shape:
 
 def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None,
               layers: int | None = None, products: str = "bf16", base: str | None = None, adapter: Any = None,
-              device: str = "cpu") -> Callable[..., Shape]:
+              device: str = "cpu", trainer: Any = None) -> Callable[..., Shape]:
     """The shape of a module, or of a transformers config, by how AdamW's states are kept (base/modes.py), and by the
     experts that are fetched at a time (0: all). Arguments are mt.plan's; device: "cuda" or "cpu", for which templates
     are asked. A config without a dtype of its own is taken for bf16. Raises MegatrainError where it is neither; for
     `layers`, `base` or `adapter` with a module; and as mt.from_pretrained of `base`."""
     check_dtype(dtype)
+    loss = losses.get(model, OWN) if isinstance(model, nn.Module) and trainer is None else loss_of(trainer)
     if layers is not None:
         check_count(layers, "layers")
     if base is not None or adapter is not None:         # what mt.from_pretrained makes of such a checkpoint
@@ -174,8 +177,8 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
     configs = {id(c): c for m in model.modules() if (c := vars(m).get("config")) is not None}     # most share theirs
     for name, module in found.windows:
         learns = learns or any(p.requires_grad for p in module.parameters())
-        windows.append(_window(model, [*configs.values()], name or type(model).__name__, module, unit_of, dtype,
-                               learns, device))
+        made = _window(model, [*configs.values()], name or type(model).__name__, module, unit_of, dtype, learns, device)
+        windows.append(dataclasses.replace(made, loss=loss) if made.kind == "head" else made)
     if products == "fp8":
         windows = _coded(type(model).__name__, windows)
     modules = {name or type(model).__name__: m for name, m in found.windows}

@@ -147,8 +147,8 @@ def check_homes(fleet: Fleet, homes: Iterable[str | None], grads: str) -> None:
 
 class Tally:
     """Sums of bytes: of one machine's host memory and drive, and of one GPU's memory. fleet: the processes that have
-    the units; of several, weights are in host memory whatever their homes, and of all other planes each has its part.
-    keeps: gradients have planes; else they pass through `lent` buffers of a size, in either memory.
+    the units; of several, trained weights are in host memory whatever their homes, and each has its part of all other
+    planes. keeps: gradients have planes; else they pass through `lent` buffers of a size, in either memory.
 
     Homes are given by unit, as base/modes.py has them; or of many choices at once, `coded`, [choices, units]. Then the
     sums are arrays [choices], and micro may be one too."""
@@ -159,9 +159,11 @@ class Tally:
         weights, states = {"weights": every["weights"]}, {what: every[what] for what in ("masters", "moments")}
         gradients = {what: every[what] for what in ("gradients", "sums")}
         shared = {} if fleet.alone else weights
+        # Frozen weights of what lives on all devices of a machine have no memory on the host (csrc/core/mirror.c).
+        stays = shared if fleet.machines > 1 or fleet.alone else {"weights": every["gradients"]}
         copies = {"weights": every["weights"] * (every["masters"] > 0)}         # a copy's master is weight and rest
         self._host = {"ram": every, "through": every, "disk": weights | gradients, "disk+weights": gradients,
-                      "arrive": states | shared, "vram": shared}
+                      "arrive": states | stays, "vram": stays}
         self._copied = self._host | dict.fromkeys(SETTLED, states | copies | shared)
         self._device = {"vram": every, "arrive": weights | gradients}
         # By unit: of states that arrive for its update; (planes, at most between them) of a machine's drive, by home.

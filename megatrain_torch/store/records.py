@@ -125,7 +125,7 @@ class Record:
     def wait_updates(self) -> None:
         """The weights may be read in host memory. Raises: a unit at home elsewhere has no room for a copy there."""
         self._want_weights()
-        self.runtime.core.wait_updates(self.unit)
+        self.runtime.core.wait_updates(self.unit, self.index)
 
     def _want_weights(self) -> None:
         rt = self.runtime
@@ -168,12 +168,12 @@ class Record:
     def before_write(self) -> None:
         """No update of the weights is under way, and nothing reads them for the device."""
         self._want_weights()
-        self.runtime.core.wait_fetch(self.unit)
+        self.runtime.core.wait_fetch(self.unit, self.index)
 
     def notice_write(self) -> None:
         """One past the guard, by an operation that does not say that it writes, is told like the rest."""
         if self.host._version != self.version:
-            self.runtime.core.wait_fetch(self.unit)
+            self.runtime.core.wait_fetch(self.unit, self.index)
             self.after_write()
 
     def after_write(self) -> None:

@@ -13,6 +13,7 @@
 #include "../../csrc/optim/adam.h"
 
 #include <dlfcn.h>
+#include <sys/stat.h>
 
 CLOSES(mt_resident, mt_resident_close(*x))
 
@@ -909,6 +910,7 @@ static void write_from_outside_alike(runner *r, int param)
     if (r->res != NULL)
         CHECK_OK(mt_resident_raised(r->res));
     CHECK_OK(mt_ledger_wait_fetch(r->cx.store, 0));
+    CHECK_OK(mt_mirror_read(r->cx.store, 0, param));
     REQUIRE_OK(mt_store_view(r->cx.store, 0, param, MT_PLANE_HI, &there));
     fill_random(shapes[param].dtype, there, shape_of(0, param).numel, 4711);
     CHECK_OK(mt_store_spread(r->cx.store, 0, param, 1u << MT_PLANE_HI));
@@ -1394,6 +1396,137 @@ static void run_all(plan p, void *(*script)(void *))
     CREW(c, p, NULL);
     reach_all(c.r, &c.p);
     run_together(script, c.r, sizeof *c.r, p.ranks);
+}
+
+/* ---- frozen weights of devices ------------------------------------------------------------- */
+
+/* The share's memory. */
+static int64_t blocks(const runner *r)
+{
+    struct stat is;
+
+    REQUIRE(fstat(r->fd, &is) == 0);
+    return (int64_t)is.st_blocks * 512;
+}
+
+/* Bytes of a parameter that nobody trains, of every unit, in whole pages. */
+static int64_t frozen_room(const runner *r)
+{
+    int64_t sum = 0;
+
+    for (int u = 0; u < UNITS; u++)
+        sum += (int64_t)mt_round_up((size_t)shape_of(u, FROZEN).numel * 8,
+                                    mt_store_align(r->cx.store, u));
+    return sum;
+}
+
+static int is_right(const runner *r, int unit)
+{
+    mt_param_desc d = shape_of(unit, FROZEN);
+    char          want[64];
+
+    REQUIRE((size_t)d.numel * 8 <= sizeof want);
+    fill_random(d.dtype, want, d.numel, (uint64_t)(100 * unit + FROZEN));
+    return memcmp(place(r, unit, FROZEN, MT_PLANE_HI, 0), want, (size_t)d.numel * 8) == 0;
+}
+
+/* They are on the host before all devices have them, and then while somebody reads. */
+static void *read_frozen(void *arg)
+{
+    const unsigned hi = 1u << MT_PLANE_HI;
+    runner        *r = arg;
+    int64_t        before, there;
+
+    r->want = NULL;
+    meet(r);
+    before = blocks(r);
+    meet(r);
+    take_all(r);
+    meet(r);
+    CHECK_EQ(before - blocks(r), frozen_room(r));
+    one_step(r);                             /* the ferry brings none of them */
+    one_step(r);
+    meet(r);
+    there = blocks(r);
+    meet(r);
+    CHECK_OK(mt_mirror_read(r->cx.store, 0, 0));             /* one that is trained */
+    meet(r);
+    CHECK_EQ(blocks(r), there);
+    for (int u = 0; u < UNITS; u++)
+        CHECK_OK(mt_ledger_save_begin(r->cx.store, u));
+    for (int k = 0; k < UNITS; k++) {        /* a save's, which all read at once */
+        int u = (k + r->rank) % UNITS;
+
+        CHECK(mt_store_reserved(r->cx.store, u, MT_PLANE_HI) > 0);
+        CHECK_OK(mt_mirror_peek(r->cx.store, u, hi));
+        CHECK(is_right(r, u));
+    }
+    if (r->rank == 0)                        /* and one that stays. Looks make pages: none before */
+        CHECK_OK(mt_mirror_bring(r->cx.store, 1, hi));
+    meet(r);
+    for (int u = 0; u < UNITS; u++) {
+        mt_ledger_save_end(r->cx.store, u);
+        CHECK_OK(mt_ledger_wait_saved(r->cx.store, u));
+        CHECK_EQ(mt_mirror_release_apart(r->cx.store, u), 1);
+        CHECK_OK(mt_mirror_release(r->cx.store, u));
+    }
+    meet(r);
+    CHECK_EQ((blocks(r) - there) * UNITS, frozen_room(r));
+    CHECK(is_right(r, 1));
+    meet(r);
+    if (r->rank == 1)                        /* whoever it is, all have them */
+        CHECK_OK(mt_mirror_read(r->cx.store, 2, FROZEN));
+    meet(r);
+    CHECK(is_right(r, 2));
+    meet(r);
+    take_all(r);                             /* nobody reads any more */
+    meet(r);
+    CHECK_EQ(blocks(r), there);
+    unsettle_all(r);
+    for (int u = 0; u < UNITS; u++)
+        CHECK(is_right(r, u));
+    CHECK_EQ(blocks(r) >= there + frozen_room(r), 1);
+    meet(r);
+    return NULL;
+}
+
+TEST(frozen_weights_of_devices_take_no_memory_on_the_host)
+{
+    run_all(PLAN(.ranks = 3, .settled = 7), read_frozen);
+    run_all(PLAN(.ranks = 2, .settled = 7, .dawdle_us = UNDER_TSAN ? 100 : 500), read_frozen);
+}
+
+/* It is trained from now on, and read by who did not know it. */
+static void *thaw(void *arg)
+{
+    runner *r = arg;
+
+    r->want = NULL;
+    take_all(r);
+    one_step(r);
+    meet(r);
+    for (int u = 0; u < UNITS; u++) {
+        CHECK_OK(mt_mirror_read(r->cx.store, u, FROZEN));
+        CHECK(is_right(r, u));
+    }
+    one_step(r);
+    meet(r);
+    for (int u = 0; u < UNITS; u++)
+        CHECK(is_right(r, u));
+    write_from_outside_alike(r, FROZEN);
+    meet(r);
+    fetch(r, 0);
+    CHECK_OK(r->cx.dev->ops->sync(r->run));
+    CHECK_EQ(memcmp(r->slot[0] + mt_store_offset(r->cx.store, 0, FROZEN),
+                    place(r, 0, FROZEN, MT_PLANE_HI, 0), 40), 0);
+    CHECK(!is_right(r, 0));
+    meet(r);
+    return NULL;
+}
+
+TEST(frozen_weights_that_are_read_and_written_stay)
+{
+    run_all(PLAN(.ranks = 3, .settled = 7), thaw);
 }
 
 /* A rank that reads, beside others that save, and step on. */
