@@ -123,6 +123,12 @@ Params = list[tuple[str, nn.Parameter]]
 Group = tuple[str, Params]
 
 
+def wrapped_parameters(root: nn.Module) -> list[Any]:
+    """PEFT's wrappers of single parameters (`target_parameters`), as experts' matrices are."""
+    return [m for m in root.modules() if type(m).__name__ == "ParamWrapper"
+            and type(m).__module__.partition(".")[0] == "peft"]
+
+
 def group(root: nn.Module, found: Found) -> list[Group]:
     """Units: (name, its parameters by name). A parameter belongs to the first window that has it; one that is codes
     stands for its strands, of which those that are not in its own memory come last."""
