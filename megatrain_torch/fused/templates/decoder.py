@@ -144,10 +144,10 @@ class Decoder(Template):
         if self.routes:                      # of all rows only inputs' gradients are there at once, [R, H]
             e = m.experts
             stacks = {n: e.count * fan_in * fan_out * item for n, (fan_in, fan_out) in e.widths.items()}
-            # Weights of codes are there together. What adapters add to is there one stack after the other; to add reads
-            # and writes it twice, where it is not made of codes.
-            made = sum(size for n, size in stacks.items() if n in self.codings and n not in e.adapters) \
-                + max((stacks[n] for n in e.adapters), default=0)
+            # What is made of codes or with adapters is there together, and so are adapters in the layer's type. To add
+            # one's product to a matrix reads and writes that twice.
+            made = sum(size for n, size in stacks.items() if n in self.codings or n in e.adapters) \
+                + sum(e.count * adapter.rank * sum(e.widths[n]) * item for n, adapter in e.adapters.items())
             expanded = sum(size * (3 if n in e.adapters else n in self.codings) for n, size in stacks.items())
             experts = e.count, made, m.router.top_k * (4 * e.inter + h) * item
         else:

@@ -202,27 +202,48 @@ def sort_rows(index: Tensor, experts: int) -> Rows:
 
 
 class Matrices:
-    """The experts' matrices for one forward or backward, with what adapters add to them: of such sums one exists at a
-    time, until another matrix is asked for."""
+    """The experts' matrices for one forward or backward, with what adapters add to them. Such a sum is there until that
+    of other experts of its stack is asked for.
+
+    Attributes:
+        factors: by the name of a stack A [E, r, K] and B [E, N, r], in the layer's type and in memory of their own,
+            since what lies in a slot may move on. Zeros fill the rank up to a multiple of eight: one launch for all
+            experts takes no others.
+    """
 
     def __init__(self, experts: Experts, w: Weights, dtype: torch.dtype) -> None:
-        self._of, self._w, self._dtype = experts, w, dtype
-        self._last: tuple[tuple[str, range], Tensor] | None = None
+        self._of, self._w = experts, w
+        self._sums: dict[str, tuple[range, Tensor]] = {}
+        self.factors: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, adapter in experts.adapters.items():
+            count, r, wide = experts.count, adapter.rank, -(-adapter.rank // 8) * 8
+            a, b = w[adapter.a].view(count, r, -1), w[adapter.b].view(-1, r, count).permute(2, 0, 1)
+            of_a = a.new_zeros(count, wide, a.shape[2], dtype=dtype)
+            of_b = b.new_zeros(count, b.shape[1], wide, dtype=dtype)
+            of_a[:, :r], of_b[..., :r] = a, b
+            self.factors[name] = of_a, of_b
+
+    def of(self, name: str, experts: range) -> tuple[Tensor, Tensor]:
+        """Factors of these experts."""
+        a, b = self.factors[name]
+        return a[experts.start:experts.stop], b[experts.start:experts.stop]
 
     def __call__(self, name: str, experts: range) -> Tensor:
-        """[experts, inputs, outputs], of some that are there together."""
-        if self._last is None or self._last[0] != (name, experts):
-            self._last = None                # first: its memory is the next one's
-            if (adapter := self._of.adapters.get(name)) is None:
-                found = self._w.experts(name, experts)
-                return found if self._of.transposed else found.mT
-            a, b = self._of.factors(name, experts, self._w, self._dtype)
-            left, right = (a.mT, b.mT) if self._of.transposed else (b, a)
+        """[experts, K, N], of some that are there together."""
+        e, before = self._of, self._sums.get(name)
+        if name not in self.factors:
+            found = self._w.experts(name, experts)
+        elif before is not None and before[0] == experts:
+            found = before[1]
+        else:
+            del before
+            self._sums.pop(name, None)       # first: its memory is the next one's
+            a, b = self.of(name, experts)
+            left, right = (a.mT, b.mT) if e.transposed else (b, a)
             base, writable = self._w.writable_experts(name, experts)
-            out = base if writable else None
-            self._last = (name, experts), torch.baddbmm(base, left, right, alpha=adapter.scale, out=out)
-        found = self._last[1]
-        return found if self._of.transposed else found.mT
+            found = torch.baddbmm(base, left, right, alpha=e.adapters[name].scale, out=base if writable else None)
+            self._sums[name] = experts, found
+        return found if e.transposed else found.mT
 
 
 _BIASES = ("gate_up_proj_bias", "down_proj_bias")
@@ -281,19 +302,6 @@ class Experts:
         """Are its adapters those that it was made with? Unfit: they are some that no template has."""
         return unwrapped_experts(layer, self.modules[0])[:2] == (self.modules, self.added)
 
-    def factors(self, name: str, experts: range, w: Weights, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A [experts, r, K] and B [experts, N, r] in memory of their own, since what lies in a slot may move on. Zeros
-        fill the rank up to a multiple of eight: one launch for all experts takes no others."""
-        adapter = self.adapters[name]
-        of, r, wide = slice(experts.start, experts.stop), adapter.rank, -(-adapter.rank // 8) * 8
-        a = w[adapter.a].view(self.count, r, -1)[of]
-        found_a = a.new_zeros(len(experts), wide, a.shape[2], dtype=dtype)
-        found_a[:, :r] = a
-        b = w[adapter.b].view(-1, r, self.count)[..., of].permute(2, 0, 1)
-        found_b = b.new_zeros(len(experts), b.shape[1], wide, dtype=dtype)
-        found_b[..., :r] = b
-        return found_a, found_b
-
     def _gate_bias(self, rows: Rows, w: Weights) -> tuple[Tensor | None, Tensor | None]:
         return (w[self.biases[0]], rows.expert.int()) if self.biases else (None, None)
 
@@ -326,16 +334,23 @@ class Experts:
         count, dx, dweights, matrix = len(rows.token), None, None, Matrices(self, w, b.dtype)
         by_row = weights.flatten()[rows.order]
         for part in rows.parts(w.groups(self.gu, self.count)):
-            # Down's matrix comes first: that of gate and up is then there for both of its products.
+            x = part.of(b) if gu is None else None
+            up = gu[part.span] if x is None else ops.grouped_gemm(x, matrix(self.gu, part.experts), part.offsets)
+            x = x if self._learns(self.gu, grads) else None
             dys = part.of(dy)
             act = ops.grouped_gemm_dgrad(dys, matrix(self.down, part.experts), part.offsets)    # for a weight of 1
-            up = ops.grouped_gemm(part.of(b), matrix(self.gu, part.experts), part.offsets) if gu is None \
-                else gu[part.span]
             dweight = ops.expert_glu_backward(act, up, self.act, self.interleaved, *self._gate_bias(part, w),
                                               by_row[part.span])
             dweights = part.put(dweights, dweight, count)
-            self._matrix_grads(part, b, up, act, dys, w, grads)
-            del act, dys
+            if self._learns(self.down, grads):
+                self._stack_grads(self.down, part, act, dys, matrix, w, grads)
+            if self._learns(self.gu, grads):
+                self._stack_grads(self.gu, part, part.of(b) if x is None else x, up, matrix, w, grads)
+            if self.biases and self.biases[0] in grads.wanted:  # each expert's sum, as a product with eight (the
+                ones = up.new_ones(up.shape[0], 8)       # kernel's least) rows of ones
+                sums = ops.grouped_gemm_wgrad(ones, up, part.offsets)[:, 0]
+                self._all(self.biases[0], w, grads)[part.experts.start:part.experts.stop] = sums
+            del act, dys, x
             dx = part.put(dx, ops.grouped_gemm_dgrad(up, matrix(self.gu, part.experts), part.offsets), count)
             del up
         del matrix
@@ -346,25 +361,18 @@ class Experts:
                 grads[self.biases[1]] = torch.mm(spread_out(weights, routed).to(dy.dtype).t(), dy)
         return ops.sum_rows(dx, rows.place, b.shape[0], None, base), dweights
 
-    def _matrix_grads(self, rows: Rows, b: Tensor, dgu: Tensor, act: Tensor, dys: Tensor, w: Weights, grads: Grads
-                      ) -> None:
-        """Of what is trained: matrices where all experts are there together, adapters, and the bias of gate and up."""
-        for name, dy, of in ((self.down, dys, lambda: act), (self.gu, dgu, lambda: rows.of(b))):
-            adapted = name in self.adapters and not grads.wanted.isdisjoint(self.adapters[name][:2])
-            x = of() if adapted or name in grads.wanted else dy
-            if name in grads.wanted:
-                grads[name] = ops.grouped_gemm_wgrad(*((x, dy) if self.transposed else (dy, x)), rows.offsets)
-            if adapted:
-                self._adapter_grads(name, rows, x, dy, w, grads)
-        if self.biases and self.biases[0] in grads.wanted:  # each expert's sum, as a product with eight (the kernel's
-            ones = dgu.new_ones(dgu.shape[0], 8)         # least) rows of ones
-            sums = ops.grouped_gemm_wgrad(ones, dgu, rows.offsets)[:, 0]
-            self._all(self.biases[0], w, grads)[rows.experts.start:rows.experts.stop] = sums
+    def _learns(self, name: str, grads: Grads) -> bool:
+        return not grads.wanted.isdisjoint((name, *self.adapters.get(name, ())[:2]))
 
-    def _adapter_grads(self, name: str, rows: Rows, x: Tensor, dy: Tensor, w: Weights, grads: Grads) -> None:
-        """Of A and B, from what a stack's products read, x [R, K], and their gradient, dy [R, N]."""
-        adapter, of = self.adapters[name], slice(rows.experts.start, rows.experts.stop)
-        (a, b), r = self.factors(name, rows.experts, w, x.dtype), adapter.rank
+    def _stack_grads(self, name: str, rows: Rows, x: Tensor, dy: Tensor, matrix: Matrices, w: Weights, grads: Grads
+                     ) -> None:
+        """Of a stack, where all experts are there together, and of its adapter's A and B, from what its products read,
+        x [R, K], and their gradient, dy [R, N]."""
+        if name in grads.wanted:
+            grads[name] = ops.grouped_gemm_wgrad(*((x, dy) if self.transposed else (dy, x)), rows.offsets)
+        if (adapter := self.adapters.get(name)) is None:
+            return
+        (a, b), r, of = matrix.of(name, rows.experts), adapter.rank, slice(rows.experts.start, rows.experts.stop)
         if adapter.b in grads.wanted:
             t = ops.grouped_gemm(x, a.mT, rows.offsets).mul_(adapter.scale)
             into = self._all(adapter.b, w, grads).view(-1, r, self.count)[..., of]
