@@ -19,6 +19,7 @@ import contextlib
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn

@@ -119,7 +119,8 @@ class Fused:
         idle: that was since nothing of the call needs a gradient: its own code keeps nothing of it either.
         own: why the module's own code runs it, by the last look; "": a template does.
         coded: the template's products are of codes of 8 bits, where it has any and their sizes allow it.
-        loops: modules below that loop over experts. wrappers: PEFT's around these, the outermost first. coded_linears: a package's that multiply with codes, by name.
+        loops: modules below that loop over experts. wrappers: PEFT's around these, from outside. coded_linears: a
+            package's that multiply with codes, by name.
     """
 
     def __init__(self, window: Window) -> None:
@@ -141,6 +142,7 @@ class Fused:
         window = self.window
         module = window.module
         self._ready: dict[Reading, Template] = {}
+        self._adapters: list[Any] | None = None          # until this has ended well
         self._children = [m._modules for m in module.modules()]
         self._before = [{**own} for own in self._children]
         params = {id(p): n for n, p in module.named_parameters()}
@@ -164,6 +166,11 @@ class Fused:
             *self.wrappers, loop = map(module.get_submodule, self.template.mlp.experts.modules)
             self.loops = [loop]
         self.split()
+        self._adapters = self._adapted()
+
+    def _adapted(self) -> list[Any]:
+        """What may be set in wrappers of experts."""
+        return [([*m.merged_adapters], m.disable_adapters, [*m.active_adapters], {**m.scaling}) for m in self.wrappers]
 
     def split(self) -> None:
         """Follows requires_grad."""
@@ -283,8 +290,8 @@ class Fused:
         """What is known of the module's code, for this call; Unfit where no template covers the module or the call, or
         where the code cannot be followed."""
         inner, reader = window.inner, self._reader
-        if not all(map(eq, self._children, self._before)) or (       # no guard sees children of one class trade places
-                self.wrappers and not self.template.mlp.experts.adapted_as(window.module)):
+        # No guard sees children of one class trade places, nor what is set in wrappers of experts.
+        if not all(map(eq, self._children, self._before)) or (self.wrappers and self._adapted() != self._adapters):
             self.read()
 
         def key() -> tuple[Any, ...]:

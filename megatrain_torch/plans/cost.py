@@ -180,14 +180,14 @@ class _Run:
         w, tokens = self.w, self.tokens
         h, q, qkv, up, size = w.hidden, w.attention, w.width("qkv") + w.width("latent"), w.width("up"), w.itemsize
         kept, work = self.template_bytes(self.seq)
-        joined = self.joined()
+        joined = [p for p in self.joined() if p.part != "folded"]
         attention = self.attention_s(False)
         # What LoRA's products read and write in a forward: of A x, of B y twice; each is wide at that end alone.
         wide = sum(max(p.fan_in, 2 * p.fan_out) for p in w.products if p.part == "adapter")
         beside, expand = self.bytes_s(tokens * size * wide), self.bytes_s(EXPAND_TRAFFIC * w.template.expanded[1])
-        # Gradients of LoRA in experts' matrices read the rows of x and dy twice.
+        # Gradients of LoRA in experts' matrices: thin products, which read the rows of x and of dy twice.
         folded = 2 * sum(p.rows * max(p.fan_in, p.fan_out) for p in w.products if p.part == "folded")
-        forward = self.linear_s([p for p in joined if p.part != "folded"]) + (beside + expand)
+        forward = self.linear_s(joined) + (beside + expand)
         gradients = self.gradients_s(joined, tokens) + self.attention_s(True) + 2 * beside + expand + self.bytes_s(
             tokens * size * (10 * h + 2 * qkv + 2 * q + 3 * up + folded) + self.backward_casts(joined))
         again = {"saved": 0.0,

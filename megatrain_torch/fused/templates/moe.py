@@ -298,10 +298,6 @@ class Experts:
                 raise Unfit(f"{stack} has an adapter of {sizes[adapter.a]} and {sizes[adapter.b]}, not of each expert")
         self.act, self.interleaved = ops.SILU, False     # until a proof finds them
 
-    def adapted_as(self, layer: nn.Module) -> bool:
-        """Are its adapters those that it was made with? Unfit: they are some that no template has."""
-        return unwrapped_experts(layer, self.modules[0])[:2] == (self.modules, self.added)
-
     def _gate_bias(self, rows: Rows, w: Weights) -> tuple[Tensor | None, Tensor | None]:
         return (w[self.biases[0]], rows.expert.int()) if self.biases else (None, None)
 
@@ -336,7 +332,8 @@ class Experts:
         for part in rows.parts(w.groups(self.gu, self.count)):
             x = part.of(b) if gu is None else None
             up = gu[part.span] if x is None else ops.grouped_gemm(x, matrix(self.gu, part.experts), part.offsets)
-            x = x if self._learns(self.gu, grads) else None
+            if len(part.token) < count or not self._learns(self.gu, grads):      # of some, rows are gathered again below
+                x = None                     # where fewer others are there
             dys = part.of(dy)
             act = ops.grouped_gemm_dgrad(dys, matrix(self.down, part.experts), part.offsets)    # for a weight of 1
             dweight = ops.expert_glu_backward(act, up, self.act, self.interleaved, *self._gate_bias(part, w),
@@ -344,13 +341,14 @@ class Experts:
             dweights = part.put(dweights, dweight, count)
             if self._learns(self.down, grads):
                 self._stack_grads(self.down, part, act, dys, matrix, w, grads)
+            del act, dys
             if self._learns(self.gu, grads):
                 self._stack_grads(self.gu, part, part.of(b) if x is None else x, up, matrix, w, grads)
             if self.biases and self.biases[0] in grads.wanted:  # each expert's sum, as a product with eight (the
                 ones = up.new_ones(up.shape[0], 8)       # kernel's least) rows of ones
                 sums = ops.grouped_gemm_wgrad(ones, up, part.offsets)[:, 0]
                 self._all(self.biases[0], w, grads)[part.experts.start:part.experts.stop] = sums
-            del act, dys, x
+            del x
             dx = part.put(dx, ops.grouped_gemm_dgrad(up, matrix(self.gu, part.experts), part.offsets), count)
             del up
         del matrix
