@@ -5,9 +5,12 @@
     python benchmarks/bench_codes.py --model gpt-oss-120b --layers 6 --tokens 32768 --vram 100GiB --experts 16
     python benchmarks/bench_codes.py --model deepseek-v3 --layers 3 --tokens 16384 --vram 60GiB --experts 8
     python benchmarks/bench_codes.py --model deepseek-v3 --tiny --device cpu
+    python benchmarks/bench_codes.py --model qwen3-30b --tokens 32768 --adapt-experts   # both rates and their ratio
     torchrun --nproc-per-node 2 benchmarks/bench_codes.py --model llama-70b --tokens 16384 --vram 24GiB   # a GPU each
 
-MXFP4 for gpt-oss, NF4 for llama, block-fp8 for the others; adapters of rank 16 on attention, of llama on all products.
+MXFP4 for gpt-oss, NF4 for llama, 16 bits for qwen3-30b, block-fp8 for the others; adapters of rank 16 on attention, of
+llama on all products. --adapt-experts: then a second run, with adapters on all experts' matrices too, and "ratio", its
+tokens/s by the first run's.
 Tokens are those of each process, and a plan's and the median are of all. One JSON line on stdout, plan and
 progress on stderr. "seconds": the median of all steps but the first two. Host memory holds
 all codes while they are made.
@@ -16,6 +19,7 @@ all codes while they are made.
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 from typing import Any
 
@@ -38,6 +42,7 @@ from megatrain_torch.plans.shapes import shaped
 # transformers' defaults are gpt-oss-120b's and DeepSeek-V3's own.
 QWEN3_235B = dict(hidden_size=4096, moe_intermediate_size=1536, num_attention_heads=64, num_key_value_heads=4)
 QWEN3_235B |= dict(head_dim=128, num_experts=128, num_experts_per_tok=8, num_hidden_layers=94, vocab_size=151936)
+QWEN3_30B = QWEN3_235B | dict(hidden_size=2048, moe_intermediate_size=768, num_attention_heads=32, num_hidden_layers=48)
 LLAMA_70B = dict(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8)
 LLAMA_70B |= dict(num_hidden_layers=80, vocab_size=128256)
 QKV, LATENT = ["q_proj", "k_proj", "v_proj"], ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
@@ -45,6 +50,7 @@ MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], str, list[str]]]
     "llama-70b": (LlamaConfig, LLAMA_70B, "nf4", [*QKV, "gate_proj", "up_proj", "down_proj"]),
     "gpt-oss-120b": (GptOssConfig, {"num_local_experts": 128, "num_hidden_layers": 36}, "mxfp4", QKV),
     "qwen3-235b": (Qwen3MoeConfig, QWEN3_235B, "fp8", QKV),
+    "qwen3-30b": (Qwen3MoeConfig, QWEN3_30B, "", QKV),
     "deepseek-v3": (DeepseekV3Config, {"first_k_dense_replace": 3}, "fp8", LATENT),
 }
 TINY: dict[str, Any] = dict(hidden_size=256, intermediate_size=256, moe_intermediate_size=128, num_hidden_layers=2)
@@ -64,7 +70,8 @@ def parse_args() -> tuple[argparse.Namespace, torch.device]:
     add("--tokens", type=int, default=32768, help="in a step")
     add("--steps", type=int, default=6)
     add("--experts", type=int, help="of a layer, fetched at a time; 0: all; default: the plan's choice")
-    add("--compute", default="auto", choices=["auto", "eager"])
+    add("--adapt-experts", action="store_true", help="a second run, with adapters on experts' matrices too")
+    add("--compute", default="auto", choices=["auto", "eager", "fused"])
     add("--machine", help="for the plan; default: this one")
     add("--vram", help='the most of the device that may be used, as "24GiB"')
     add("--host", help='the most of host memory that may be used, as "80GiB"')
@@ -83,7 +90,8 @@ def config_of(args: argparse.Namespace) -> Any:
         sizes["first_k_dense_replace"] = 1
     attention = "eager" if kind is GptOssConfig else "sdpa"
     config = kind(**sizes, use_cache=False, attn_implementation=attention, dtype=torch.bfloat16)
-    config.quantization_config = {"quant_method": base, "weight_block_size": [128, 128]}
+    if base:
+        config.quantization_config = {"quant_method": base, "weight_block_size": [128, 128]}
     return config
 
 
@@ -127,11 +135,11 @@ def four_bits(old: torch.nn.Linear, filled_here: bool) -> torch.nn.Module:
     return made
 
 
-def build(args: argparse.Namespace) -> Any:
-    """The first process of several has the weights."""
+def build(args: argparse.Namespace, experts: bool) -> Any:
+    """The first process of several has the weights. experts: have adapters too."""
     torch.manual_seed(0)
     config, (*_, base, targets) = config_of(args), MODELS[args.model]
-    model: Any = shaped(config, None if base == "nf4" else base)
+    model: Any = shaped(config, None if base in ("", "nf4") else base)
     for name, m in list(model.named_modules()) if base == "nf4" else ():
         if type(m) is torch.nn.Linear and name != "lm_head":
             model.set_submodule(name, four_bits(m, loop.rank() == 0))
@@ -143,16 +151,31 @@ def build(args: argparse.Namespace) -> Any:
             if b is not None and b.is_meta:
                 module._buffers[name] = torch.zeros(b.shape, dtype=b.dtype)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffers are values
-    del config.quantization_config
-    return get_peft_model(model, LoraConfig(r=16, target_modules=[*targets, "o_proj"])).train()
+    if base:
+        del config.quantization_config
+    parameters = ["experts.gate_up_proj", "experts.down_proj"] if experts else None
+    return get_peft_model(
+        model, LoraConfig(r=16, target_modules=[*targets, "o_proj"], target_parameters=parameters)
+    ).train()
 
 
 def main() -> None:
     args, device = parse_args()
-    many = loop.several()
-    if many > 1:
+    if loop.several() > 1:
         loop.joined(device.type == "cuda")
-    model = build(args)
+    rate = run(args, device, False)
+    if args.adapt_experts:
+        gc.collect()  # the first model: both would not fit the host
+        run(args, device, True, rate)
+
+
+def run(args: argparse.Namespace, device: torch.device, experts: bool, other: float = 0.0) -> float:
+    """tokens/s, with adapters on experts or not. other: those of the run before."""
+    many = loop.several()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    model = build(args, experts)
     asked = {"tokens": args.tokens, "seq": args.seq, "experts": args.experts, "compute": args.compute}
     limits = {name: getattr(args, name) for name in ("machine", "vram", "host") if getattr(args, name)}
     plan = loop.of_first(None if loop.rank() else mt.plan(model, gpus=many, **asked, **limits))
@@ -174,9 +197,10 @@ def main() -> None:
     clock.mark()
     seconds = [max(step) for step in zip(*loop.of_each(clock.intervals()))]
     host = sum(loop.of_each(loop.pss()))
-    if loop.rank():
-        return
     median = statistics.median(seconds[2:] or seconds)
+    rate = many * args.tokens / median
+    if loop.rank():
+        return rate
     peak = torch.cuda.max_memory_reserved() / GIB if device.type == "cuda" else None
     emit(
         "codes",
@@ -188,7 +212,9 @@ def main() -> None:
         experts=plan.experts,
         unit="tokens/s",
         ranks=many,
-        median=many * args.tokens / median,
+        median=rate,
+        adapted_experts=experts,
+        ratio=rate / other if other else None,
         planned=plan.tokens_per_second,
         seconds=median,
         planned_s=plan.seconds,
@@ -199,6 +225,9 @@ def main() -> None:
         losses=[float(x) for x in losses],
     )
     say(str(mt.explain(model)))
+    if other:
+        say(f"adapters on attention alone {other:,.0f} tokens/s, on experts too {rate:,.0f}: {rate / other:.3f}")
+    return rate
 
 
 if __name__ == "__main__":

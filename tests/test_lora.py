@@ -9,11 +9,13 @@ import dataclasses
 import itertools
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import fusing
 import parity
 import pytest
+import test_experts
 import test_fused
 import torch
 import zoo
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 peft = pytest.importorskip("peft", reason="PEFT is not installed")
 
 import megatrain_torch as mt  # noqa: E402
+from megatrain_torch.base.codes import Coded  # noqa: E402
 from megatrain_torch.fused.templates import decoder  # noqa: E402
 from megatrain_torch.plans import shapes  # noqa: E402
 
@@ -204,3 +207,139 @@ def test_plans_count_layers_with_lora_as_templates() -> None:
     own = [p for p in found.products if p.part != "adapter"]
     assert own == [dataclasses.replace(p, trained=False) for p in bare.products]
     assert mt.plan(model, tokens=24, seq=12, machine="h200").seconds > 0
+
+
+# ---------------------------------------------------------------- on experts' own matrices
+
+GU, DOWN = "experts.gate_up_proj", "experts.down_proj"
+FOUR = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+OF_EXPERTS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "qwen3_moe": (lm("qwen3_moe", **FOUR, norm_topk_prob=True), {}),
+    "mixtral, rank-stabilised": (lm("mixtral", num_local_experts=4), {"use_rslora": True, "lora_alpha": 3, "r": 3}),
+    "gpt_oss, transposed": (lm("gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=8), {"r": 8}),
+    "beside a shared expert": (lm("qwen2_moe", **FOUR, shared_expert_intermediate_size=32), {"target_parameters": [DOWN]}),
+}
+
+
+def on_experts(case: str, **config: Any) -> Callable[[], nn.Module]:
+    build, own = OF_EXPERTS[case]
+    return with_lora(build, **{"target_modules": ["q_proj"], "target_parameters": [GU, DOWN], **own, **config})
+
+
+@pytest.mark.parametrize(("case", "keep"), [
+    pytest.param(c, k, marks=() if i % len(KEEPS) == j else parity.LONG)
+    for i, c in enumerate(OF_EXPERTS) for j, k in enumerate(KEEPS)])
+def test_layers_with_lora_on_experts_matrices_train_as_pefts_own(case: str, keep: str) -> None:
+    run = fused(on_experts(case), padded, keep)
+    all_fused(run.codes)
+    fusing.agree(plain(on_experts(case), padded), run)
+
+
+def experts_in_16_bits(arch: str, form: str) -> nn.Module:
+    model = peft.get_peft_model(test_experts.model_of(arch, "grouped_mm", form), peft.LoraConfig(
+        r=4, lora_alpha=6, task_type="CAUSAL_LM", target_modules=["q_proj"], target_parameters=[GU, DOWN]))
+    for n, p in model.named_parameters():
+        if "lora_B" in n:
+            nn.init.normal_(p, std=0.05)
+    return model.train()
+
+
+@pytest.mark.parametrize(("arch", "form", "keep", "experts", "home"), [
+    ("qwen3", "nf4", "replay", 3, "ram"), pytest.param("mixtral", "", "saved", 1, "ram", marks=parity.LONG),
+    pytest.param("gpt-oss", "mxfp4", "replay", 3, "vram", marks=parity.LONG),
+    pytest.param("qwen3", "", "replay", 3, "disk", marks=parity.LONG)])
+def test_experts_with_lora_may_be_codes_and_be_fetched_a_few_at_a_time(arch: str, form: str, keep: str, experts: int,
+                                                                       home: str, tmp_path: Path) -> None:
+    """The bits of all at once; from fp32 as far as PEFT's own code, which gives adapters of 32 bits gradients of 32."""
+    parity.seed()
+    model = experts_in_16_bits(arch, form)
+    wide = copy.deepcopy(model)
+    for m in wide.modules():
+        for name, p in m._parameters.items():
+            if isinstance(p, Coded):
+                m._parameters[name] = nn.Parameter(p.expand_codes(), requires_grad=False)
+    found = {}
+    for compute, at_once in (("eager", 0), ("fused", 0), ("fused", experts)):
+        streamed = test_experts.streamed(copy.deepcopy(model), compute, activations=keep, experts=at_once, homes=home,
+                                         nvme=str(tmp_path) if home == "disk" else None)
+        found[compute, at_once] = test_experts.trained(streamed, 1)
+        assert all(code.startswith("template") == (compute == "fused") for code in codes(streamed).values())
+    parity.assert_same(found["fused", 0], found["fused", experts])
+    parity.assert_same(test_experts.trained(copy.deepcopy(wide), 1), found["eager", 0])
+    truth = test_experts.trained(wide.float(), 1)
+    theirs, ours = ([fusing.error(t, f) for t, f in zip(truth, found[how, 0], strict=True)] for how in ("eager", "fused"))
+    assert statistics.median(ours) <= 1.5 * statistics.median(theirs) and max(ours) <= 2 * max(theirs)
+
+
+def test_adapters_of_experts_that_change_are_followed_or_refused() -> None:
+    """What a template takes of them it looks at before each call; each is proved anew."""
+    def wrappers(model: nn.Module) -> list[Any]:
+        return [m for m in model.modules() if type(m).__name__ == "ParamWrapper"]
+
+    def scaled(model: nn.Module, scale: float) -> None:
+        for m in wrappers(model):
+            m.scaling["default"] = scale
+
+    build = on_experts("qwen3_moe")
+    model, twin = stream(build()), build()
+    for change in (lambda m: None, lambda m: scaled(m, 0.5), lambda m: wrappers(m)[0].enable_adapters(False),
+                   lambda m: wrappers(m)[0].enable_adapters(True)):
+        change(model)
+        change(twin)
+        fusing.grads_agree(grads(twin), grads(model))
+        all_fused(codes(model))
+    one = wrappers(model)[1]
+    one.merged_adapters.append("default")                # PEFT then adds nothing: the sum is taken for the weight
+    assert grads(model)[f"{_name_of(model, one)}.lora_A.default.weight"] is None
+    assert [code for code in codes(model).values() if "has adapters merged into it" in code]
+    one.merged_adapters.clear()
+    one.get_delta_factors = lambda name: (*type(one).get_delta_factors(one, name)[:2], 3.0)
+    grads(model)
+    assert [code for code in codes(model).values() if "is not PEFT's own" in code]
+    del one.get_delta_factors
+    fusing.grads_agree(grads(twin), grads(model))
+    all_fused(codes(model))
+
+
+def _name_of(model: nn.Module, module: nn.Module) -> str:
+    return next(name for name, m in model.named_modules() if m is module)
+
+
+def another_too(model: Any) -> None:
+    model.add_adapter("other", model.peft_config["default"])
+    model.base_model.set_adapter(["default", "other"])
+
+
+@pytest.mark.parametrize(("why", "case", "parameters", "change"), [
+    ("several active adapters of down_proj", "qwen3_moe", [GU, DOWN], another_too),
+    ("has adapters merged into it", "qwen3_moe", [GU, DOWN], lambda model: model.merge_adapter()),
+    ("gate_up_proj_bias has an adapter of", "gpt_oss, transposed", [f"{GU}_bias"], lambda model: None)])
+def test_experts_with_other_adapters_run_pefts_code_and_say_so(why: str, case: str, parameters: list[str],
+                                                               change: Callable[[Any], Any]) -> None:
+    model = on_experts(case, target_parameters=parameters)()
+    change(model)
+    model.get_input_embeddings().weight.requires_grad_()
+    twin = copy.deepcopy(model)
+    stream(model)
+    fusing.grads_agree(grads(twin), grads(model))
+    none_fused(codes(model), why)
+
+
+def test_an_adapter_of_experts_adds_at_most_two_matrices_at_once_and_plans_count_them(monkeypatch: Any) -> None:
+    made: list[int] = []
+    own = torch.baddbmm
+    monkeypatch.setattr(torch, "baddbmm", lambda w, *a, **k: made.append(w.numel()) or own(w, *a, **k))
+    model = stream(on_experts("qwen3_moe")(), "replay")
+    grads(model)
+    made.clear()
+    grads(model)
+    gate_up, down = 4 * 32 * zoo.H, 4 * 16 * zoo.H
+    assert sorted(made) == sorted([gate_up, down] * 2 * len(codes(model))), "once in a forward, once in a backward"
+    monkeypatch.undo()
+    with_codes, bare = (shapes.shapes_of(build().bfloat16())("fp32").windows[1]
+                        for build in (on_experts("qwen3_moe"), OF_EXPERTS["qwen3_moe"][0]))
+    adapters = 4 * 4 * (zoo.H + 32 + 16 + zoo.H)
+    assert with_codes.template.expanded == (2 * (gate_up + down + adapters), 3 * 2 * (gate_up + down))
+    assert with_codes.dense == (2 * 2 * (gate_up + down), 2 * (gate_up + down)) and bare.template.expanded == (0, 0)
+    folded = [(p.fan_in, p.fan_out, p.rows) for p in with_codes.products if p.part == "folded"]
+    assert sorted(folded) == sorted([(zoo.H, 4, 2.0), (4, 32, 2.0), (16, 4, 2.0), (4, zoo.H, 2.0)])

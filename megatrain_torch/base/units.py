@@ -19,6 +19,7 @@ import contextlib
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -121,6 +122,12 @@ ALIGN = 512                          # bytes, at which each parameter starts, in
 ADAPTER = re.compile(r"\.lora_[AB]\.[^.]+\.weight$")           # as PEFT names them
 Params = list[tuple[str, nn.Parameter]]
 Group = tuple[str, Params]
+
+
+def wrapped_parameters(root: nn.Module) -> list[Any]:
+    """PEFT's wrappers of single parameters (`target_parameters`), as experts' matrices are."""
+    return [m for m in root.modules() if type(m).__name__ == "ParamWrapper"
+            and type(m).__module__.partition(".")[0] == "peft"]
 
 
 def group(root: nn.Module, found: Found) -> list[Group]:

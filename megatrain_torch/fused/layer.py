@@ -33,7 +33,7 @@ from ..graph.reader import Graph, Reader, Reading, Unreadable, modes_on, read, s
 from ..graph.swap import Bundle, Part
 from ..store.records import Use
 from ..store.state import accumulators, graph_stays, in_backward, in_sight, swap_window
-from .proof.experts import known_loop, opaque_loop
+from .proof.experts import known_loop, known_wrapper, opaque_loop
 from .templates import Template, template
 from .templates.parts import Unfit, arguments, codings_of, dtype_of, names_of, roles_of
 from .templates.weights import STRAND, Coded, Expanded, Pieces, Weights, fits
@@ -119,7 +119,8 @@ class Fused:
         idle: that was since nothing of the call needs a gradient: its own code keeps nothing of it either.
         own: why the module's own code runs it, by the last look; "": a template does.
         coded: the template's products are of codes of 8 bits, where it has any and their sizes allow it.
-        loops: modules below that loop over experts. coded_linears: a package's that multiply with codes, by name.
+        loops: modules below that loop over experts. wrappers: PEFT's around these, from outside. coded_linears: a
+            package's that multiply with codes, by name.
     """
 
     def __init__(self, window: Window) -> None:
@@ -141,6 +142,7 @@ class Fused:
         window = self.window
         module = window.module
         self._ready: dict[Reading, Template] = {}
+        self._adapters: list[Any] | None = None          # until this has ended well
         self._children = [m._modules for m in module.modules()]
         self._before = [{**own} for own in self._children]
         params = {id(p): n for n, p in module.named_parameters()}
@@ -159,9 +161,16 @@ class Fused:
         self.template = template(module, window.runtime.device.type)
         self.sizes = self.template.sizes(self.dtype.itemsize)
         self.coded_linears = {n: m for n, m in module.named_modules() if format_of(dict.get(m._parameters, "weight"))}
-        mixture = [self.template.mlp.experts.gu] if self.template.routes else []
-        self.loops = [module.get_submodule(n.rpartition(".")[0]) for n in mixture]
+        self.wrappers, self.loops = [], []
+        if self.template.routes:
+            *self.wrappers, loop = map(module.get_submodule, self.template.mlp.experts.modules)
+            self.loops = [loop]
         self.split()
+        self._adapters = self._adapted()
+
+    def _adapted(self) -> list[Any]:
+        """What may be set in wrappers of experts."""
+        return [([*m.merged_adapters], m.disable_adapters, [*m.active_adapters], {**m.scaling}) for m in self.wrappers]
 
     def split(self) -> None:
         """Follows requires_grad."""
@@ -281,15 +290,18 @@ class Fused:
         """What is known of the module's code, for this call; Unfit where no template covers the module or the call, or
         where the code cannot be followed."""
         inner, reader = window.inner, self._reader
-        if not all(map(eq, self._children, self._before)):       # no guard sees children of one class trade places
+        # No guard sees children of one class trade places, nor what is set in wrappers of experts.
+        if not all(map(eq, self._children, self._before)) or (self.wrappers and self._adapted() != self._adapters):
             self.read()
 
         def key() -> tuple[Any, ...]:
-            """What guards do not look at: weights, packages' products with codes, loops over experts."""
+            """What guards do not look at: weights, packages' products with codes, loops over experts, adapters of
+            these."""
             for name, m in self.coded_linears.items():
                 if why := multiplies(m, self.dtype):
                     raise Unfit(f"{name}: {why}")
-            return getattr(inner, "__func__", type(inner)), self._known, tuple(map(known_loop, self.loops))
+            return getattr(inner, "__func__", type(inner)), self._known, tuple(map(known_loop, self.loops)), (
+                tuple(map(known_wrapper, self.wrappers)), self.template.mlp.experts.added) if self.wrappers else ()
 
         def make() -> Reading:
             self.template.take(window.module, x, named)          # what no template takes need not be proved
@@ -330,7 +342,8 @@ class Fused:
         forwards = plain_linears(self, weights)
         for m in self.loops:
             e = template.mlp.experts
-            forwards.append((m, opaque_loop(m, 2 * e.inter, [weights[n] for n in sorted(e.names)])))
+            loop = opaque_loop(m, 2 * e.inter, [weights[n] for n in sorted(e.names)])
+            forwards.append(((*self.wrappers, m)[0], loop))
         outer = swap_window({r: weights[n] for n, r in self.records.items()})
         try:
             with put_in(forwards):

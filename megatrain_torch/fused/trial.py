@@ -85,8 +85,12 @@ class InFp32(TorchDispatchMode):
 
 
 def _widened(value: Any) -> Any:
-    """Floating-point tensors of 16 bits in fp32; masks that are additions hide as before."""
-    return tree_map_only(Tensor, lambda t: t.float() if t.dtype in HALF and not isinstance(t, Stack) else t, value)
+    """Floating-point tensors of 16 bits in fp32; masks that are additions hide as before. A stack that comes here whole
+    is one that adapters are added to."""
+    def wide(t: Tensor) -> Tensor:
+        return t if t.dtype not in HALF else t.together().float() if isinstance(t, Stack) else t.float()
+
+    return tree_map_only(Tensor, wide, value)
 
 
 class Trial:

@@ -23,7 +23,7 @@ from ..base import patches
 from ..base.codes import Coded, coded
 from ..base.errors import MegatrainError
 from ..base.modes import inner
-from ..base.units import Found
+from ..base.units import Found, wrapped_parameters
 from ..fused.head import give_head, head_of
 from ..fused.layer import template_of, wanted
 from ..graph import hf_calls
@@ -75,9 +75,8 @@ def install(rt: Runtime, root: nn.Module, found: Found, modes: str | dict[str, s
     for _, m in found.containers:
         _put(m, "forward", _container(rt, m, "forward"))
         _put(m, "_call_impl", _container(rt, m, "_call_impl"))       # if another forward is put over ours (TRL)
-    for m in root.modules():
-        if type(m).__name__ == "ParamWrapper" and type(m).__module__.partition(".")[0] == "peft":
-            _put(m, "_activate_lora", functools.partial(_with_adapters, weakref.ref(m)))
+    for m in wrapped_parameters(root):
+        _put(m, "_activate_lora", functools.partial(_with_adapters, weakref.ref(m)))
     _prepare(rt, root)
     _put(root, "zero_grad", functools.partial(_zero_grad, weakref.ref(root)))
     _put(root, "_replicate_for_data_parallel", _refuser("DataParallel over a streamed model is not supported"))

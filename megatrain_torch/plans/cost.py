@@ -183,14 +183,16 @@ class _Run:
         w, tokens = self.w, self.tokens
         h, q, qkv, up, size = w.hidden, w.attention, w.width("qkv") + w.width("latent"), w.width("up"), w.itemsize
         kept, work = self.template_bytes(self.seq)
-        joined = self.joined()
+        joined = [p for p in self.joined() if p.part != "folded"]
         attention = self.attention_s(False)
         # What LoRA's products read and write in a forward: of A x, of B y twice; each is wide at that end alone.
         wide = sum(max(p.fan_in, 2 * p.fan_out) for p in w.products if p.part == "adapter")
         beside, expand = self.bytes_s(tokens * size * wide), self.bytes_s(EXPAND_TRAFFIC * w.template.expanded[1])
+        # Gradients of LoRA in experts' matrices: thin products, which read the rows of x and of dy twice.
+        folded = 2 * sum(p.rows * max(p.fan_in, p.fan_out) for p in w.products if p.part == "folded")
         forward = self.linear_s(joined) + (beside + expand)
-        gradients = self.gradients_s(joined, tokens) + self.attention_s(True) + 2 * beside + expand \
-            + self.bytes_s(tokens * size * (10 * h + 2 * qkv + 2 * q + 3 * up) + self.backward_casts(joined))
+        gradients = self.gradients_s(joined, tokens) + self.attention_s(True) + 2 * beside + expand + self.bytes_s(
+            tokens * size * (10 * h + 2 * qkv + 2 * q + 3 * up + folded) + self.backward_casts(joined))
         again = {"saved": 0.0,
                  "selective": self.linear_s(self.joined("latent", "up")) + self.bytes_s(tokens * size * 2 * h),
                  "attention": forward - self.linear_s(self.joined("down"))
@@ -260,7 +262,8 @@ class _Run:
     def eager(self) -> Cost:
         """Any window by its own forward: kept by autograd, or run again but for its last product."""
         w, tokens = self.w, self.tokens
-        moved = sum(p.rows * (p.fan_in + p.fan_out) * (4 if p.part == "adapter" else w.itemsize) for p in w.products)
+        moved = sum(p.rows * (p.fan_in + p.fan_out) * (4 if p.part == "adapter" else w.itemsize) for p in w.products
+                    if p.part != "folded")
         kept = {"replay": w.hidden * w.itemsize, "saved": EAGER_KEPT * moved}
         work = {"replay": EAGER_WORK_REPLAY * moved, "saved": EAGER_WORK_SAVED * moved}
         traffic = EAGER_TRAFFIC_FORWARD * moved

@@ -31,6 +31,7 @@ from ..base.units import (
     stored_dtype,
     usual_experts,
     weight_bytes,
+    wrapped_parameters,
 )
 from ..fused.layer import runs
 from ..fused.templates import Sizes, Unfit
@@ -70,7 +71,8 @@ class Product:
     """A matrix product: `rows` rows per token (experts per token in a mixture), fan_in to fan_out."""
 
     part: str           # "qkv", "out", "up", "down", "router", "head"; "latent": makes q, k and v of the few numbers
-    #                     that "qkv" gives then; or "adapter": of LoRA, beside one of the others
+    #                     that "qkv" gives then; "adapter": of LoRA, beside one of the others; or "folded": of LoRA,
+    #                     in a sum with experts' matrices, so that it is a product in backward alone
     fan_in: int
     fan_out: int
     rows: float
@@ -203,7 +205,15 @@ def _in_pieces(w: Window, module: nn.Module, experts: int) -> Window:
                                 tiled=(math.floor(each * (1 - share)), 0, 0), parts=-(-count // experts))
     else:
         t = None
-    return dataclasses.replace(w, template=t, dense=dense_bytes(module, experts))
+    return dataclasses.replace(w, template=t, dense=_dense(module, experts))
+
+
+def _dense(module: nn.Module, experts: int = 0) -> tuple[int, int]:
+    """Bytes of weights that a module's own code makes, as codes.dense_bytes has them: of codes, and what PEFT adds up,
+    to which a gradient as large belongs."""
+    at_once, kept = dense_bytes(module, experts)
+    sums = sum(p.numel() * p.dtype.itemsize for p in (m.get_param() for m in wrapped_parameters(module)))
+    return at_once + 2 * sums, kept + sums
 
 
 def _coded(name: str, windows: list[Window]) -> list[Window]:
@@ -304,7 +314,7 @@ def _window(root: nn.Module, configs: list[Any], name: str, module: nn.Module, u
                   _attribute([], module, ("sliding_window",), 0),
                   sum(p.numel() for n, p in parameters.items() if n not in matrices and id(p) not in tables),
                   sum(p.numel() for p in parameters.values() if id(p) in tables and not head), item, learns,
-                  dense=dense_bytes(module), made=dense_bytes(module)[0], why=why * (kind == "layer"),
+                  dense=_dense(module), made=dense_bytes(module)[0], why=why * (kind == "layer"),
                   writes=bool(getattr(window_of(module), "writes", "")),
                   spelled=kind == "layer" and getattr(config, "_attn_implementation", None) == "eager")
 
@@ -320,9 +330,14 @@ def _products(configs: list[Any], module: nn.Module, matrices: dict[str, nn.Para
     found = []
     experts = {m.group() for n in matrices if (m := _EXPERT.search(n))}
     taken = _attribute(configs, module, _PER_TOKEN, 1)
+    stacks = {_bare(n.rpartition(".")[0]): len(p) for n, p in matrices.items() if p.dim() == 3 and "expert" in n}
     for name, p in matrices.items():
         part, (fan_out, *rest), rows = "head" if head else _part(name), p.shape, 1.0
-        if _EXPERT.search(name):
+        if part == "adapter" and (count := stacks.get(_bare(ADAPTER.sub("", name)))):
+            first = ".lora_A." in name
+            part, rows = "folded", float(min(taken, count))
+            fan_out, rest = (fan_out // count, rest) if first else (fan_out, [rest[0] // count])
+        elif _EXPERT.search(name):
             rows = taken / len(experts)
         elif p.dim() == 3 and "expert" in name:
             rows, (fan_out, *rest) = float(min(taken, fan_out)), rest
@@ -333,6 +348,10 @@ def _products(configs: list[Any], module: nn.Module, matrices: dict[str, nn.Para
         if p.part in ("up", "down") and p.rows != 1 and begins != hidden and ends == hidden:
             found[i] = dataclasses.replace(p, fan_in=p.fan_out, fan_out=p.fan_in)
     return tuple(found)
+
+
+def _bare(name: str) -> str:
+    return name.replace(".base_layer", "")
 
 
 def _part(name: str) -> str:

@@ -95,6 +95,20 @@ def test_in_bf16_a_fused_family_passes_its_trials(family: str, pad: bool) -> Non
         fusing.grads_agree(grads, others, fusing.ROUNDED)
 
 
+@pytest.mark.parametrize("family, rank", [("qwen3_moe", 16), ("gpt_oss", 8), ("mixtral", 3)])
+def test_in_bf16_experts_with_lora_on_their_matrices_pass_their_trials(family: str, rank: int) -> None:
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    config = peft.LoraConfig(r=rank, init_lora_weights=False, target_modules=["q_proj"], task_type="CAUSAL_LM",
+                             target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    loss, grads = gradients(peft.get_peft_model(larger(family), config).cuda(), long_text(False))
+    model = streamed(peft.get_peft_model(larger(family), config), "selective")
+    found, others = gradients(model, long_text(False))
+    all_fused(model)
+    assert fusing.error(loss, found) < fusing.ROUNDED_LOSS
+    assert all((g is None) == (others[n] is None) for n, g in grads.items())
+    assert all(g is None or g.isfinite().all() for g in others.values())
+
+
 # Of queries and keys, and of values: cuDNN's on Hopper and Blackwell; and what is filled up, or left to torch.
 @pytest.mark.parametrize("sizes", [(192, 128), (96, 64), (160, 64)])
 @pytest.mark.parametrize("sight", ["causal", "mask", "packed", "window", "repeating"])

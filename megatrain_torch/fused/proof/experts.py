@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...graph.door import Installed
 from ..templates.parts import Unfit
 from .values import Values, opaque
 
@@ -41,11 +42,27 @@ def loop_of(module: nn.Module) -> Any:
     return kind.forward if own is None or not _librarys(kind.forward) else own
 
 
+def _of_package(function: Any, package: str) -> bool:
+    code, file = getattr(function, "__code__", None), getattr(sys.modules.get(package), "__file__", None)
+    return None not in (code, file) and code.co_filename.startswith(os.path.dirname(file) + os.sep)
+
+
 def _librarys(function: Any) -> bool:
     """Is it transformers' own, and of no model?"""
-    code, file = getattr(function, "__code__", None), getattr(sys.modules.get("transformers"), "__file__", None)
-    home = os.path.dirname(file or "?") + os.sep
-    return code is not None and code.co_filename.startswith(home) and not code.co_filename.startswith(home + "models")
+    return _of_package(function, "transformers") and not _of_package(function, "transformers.models")
+
+
+def known_wrapper(module: nn.Module) -> tuple[Any, ...]:
+    """All that says that a wrapper around experts adds to their matrices as PEFT's own does; what it adds, templates
+    read from its adapters. Unfit: something of it is not PEFT's."""
+    kind, put = type(module), vars(module)
+    names = "forward", "get_delta_factors", "get_delta_weight", "get_param"      # PEFT 0.21 has the second
+    own = [getattr(kind, name, None) for name in names]
+    if (kind is not sys.modules["peft"].tuners.lora.layer.ParamWrapper or not put.keys().isdisjoint(names)
+            or type(put.get("_activate_lora")) is not Installed
+            or not all(f is None or _of_package(f, "peft") for f in own)):
+        raise Unfit(f"the {kind.__name__} around its experts is not PEFT's own")
+    return kind, *own
 
 
 def known_loop(module: nn.Module) -> tuple[Any, ...]:

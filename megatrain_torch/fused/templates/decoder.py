@@ -139,12 +139,16 @@ class Decoder(Template):
                        for keep in ("selective", "saved"))
         kept = ("replay", 0), ("attention", few), ("selective", most), ("saved", saved), ("linked", few)
         joint = [one.numel * item for one in self.linears if any(n in self.codings for n in one.weights)]
-        alone = sum(c.shape.numel() * item for n, c in self.codings.items()
-                    if not any(n in one.weights for one in self.linears))
         tiled, experts, long = (0, 0, 0), (0, 0, 0), (0, 0, NEVER)
+        made = expanded = 0
         if self.routes:                      # of all rows only inputs' gradients are there at once, [R, H]
             e = m.experts
-            made = sum(self.codings[n].shape.numel() * item for n in (e.gu, e.down) if n in self.codings)
+            stacks = {n: e.count * fan_in * fan_out * item for n, (fan_in, fan_out) in e.widths.items()}
+            # What is made of codes or with adapters is there together, and so are adapters in the layer's type. To add
+            # one's product to a matrix reads and writes that twice.
+            made = sum(size for n, size in stacks.items() if n in self.codings or n in e.adapters) \
+                + sum(e.count * adapter.rank * sum(e.widths[n]) * item for n, adapter in e.adapters.items())
+            expanded = sum(size * (3 if n in e.adapters else n in self.codings) for n, size in stacks.items())
             experts = e.count, made, m.router.top_k * (4 * e.inter + h) * item
         else:
             tiled = 3 * m.down.inputs * item, m.tile(item), 4 * (m.gu.numel + m.down.numel)
@@ -158,7 +162,7 @@ class Decoder(Template):
             long = (qkv + 3 * h) * item - max(0, instead - h * item), max(0, besides), LONG
         # Backward needs a layer made again, and its gradients in flight.
         return Sizes(h * item, kept, saved + (m.work + a.work + 4 * h) * item, tiled,
-                     (a.copied[0] * item, a.copied[1]), long, (max(joint, default=0) + alone, sum(joint) + alone),
+                     (a.copied[0] * item, a.copied[1]), long, (max(joint, default=0) + made, sum(joint) + expanded),
                      experts, cached=a.cached * item if getattr(self.config, "use_cache", False) else 0)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
-from .parts import Half, Kept, Linears, Norm, Unfit, child, gated_linears, has
+from .parts import Half, Kept, Linears, Norm, Unfit, child, gated_linears, has, unwrapped_experts
 from .weights import Grads, Weights
 
 # ---- routers ---------------------------------------------------------------------------------------
@@ -201,6 +201,51 @@ def sort_rows(index: Tensor, experts: int) -> Rows:
     return Rows(order.div(index.shape[1], rounding_mode="floor"), order, place, offsets, expert, range(experts))
 
 
+class Matrices:
+    """The experts' matrices for one forward or backward, with what adapters add to them. Such a sum is there until that
+    of other experts of its stack is asked for.
+
+    Attributes:
+        factors: by the name of a stack A [E, r, K] and B [E, N, r], in the layer's type and in memory of their own,
+            since what lies in a slot may move on. Zeros fill the rank up to a multiple of eight: one launch for all
+            experts takes no others.
+    """
+
+    def __init__(self, experts: Experts, w: Weights, dtype: torch.dtype) -> None:
+        self._of, self._w = experts, w
+        self._sums: dict[str, tuple[range, Tensor]] = {}
+        self.factors: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, adapter in experts.adapters.items():
+            count, r, wide = experts.count, adapter.rank, -(-adapter.rank // 8) * 8
+            a, b = w[adapter.a].view(count, r, -1), w[adapter.b].view(-1, r, count).permute(2, 0, 1)
+            of_a = a.new_zeros(count, wide, a.shape[2], dtype=dtype)
+            of_b = b.new_zeros(count, b.shape[1], wide, dtype=dtype)
+            of_a[:, :r], of_b[..., :r] = a, b
+            self.factors[name] = of_a, of_b
+
+    def of(self, name: str, experts: range) -> tuple[Tensor, Tensor]:
+        """Factors of these experts."""
+        a, b = self.factors[name]
+        return a[experts.start:experts.stop], b[experts.start:experts.stop]
+
+    def __call__(self, name: str, experts: range) -> Tensor:
+        """[experts, K, N], of some that are there together."""
+        e, before = self._of, self._sums.get(name)
+        if name not in self.factors:
+            found = self._w.experts(name, experts)
+        elif before is not None and before[0] == experts:
+            found = before[1]
+        else:
+            del before
+            self._sums.pop(name, None)       # first: its memory is the next one's
+            a, b = self.of(name, experts)
+            left, right = (a.mT, b.mT) if e.transposed else (b, a)
+            base, writable = self._w.writable_experts(name, experts)
+            found = torch.baddbmm(base, left, right, alpha=e.adapters[name].scale, out=base if writable else None)
+            self._sums[name] = experts, found
+        return found if e.transposed else found.mT
+
+
 _BIASES = ("gate_up_proj_bias", "down_proj_bias")
 
 
@@ -211,9 +256,23 @@ class Experts:
 
     Rows are sorted by expert, so that one product serves all, and a token's k rows are added in the order of its
     choice: no atomics, the same bits each time.
+
+    LoRA of a stack, PEFT's `target_parameters`, adds to an expert's matrix W [N, K], of rows x [R, K] and y [R, N]:
+
+        W + s B A        t = s x A'        u = s dy B        dA = u' x        dB = dy' t
+
+    A [r, K] and B [N, r] are the expert's; PEFT has those of all in A [E r, K] and B [N, r E], an expert's columns r
+    apart. The sum is made for products with it (`Matrices`), since its bytes are fewer than those of all rows of x, y
+    and t. Its gradient, as large, is never made: products of each expert's rows with r give those of A and B.
+
+    Attributes:
+        modules: names of PEFT's modules around the one of the experts, from outside, and of that. added: adapters by
+            name of their stack. widths: K and N of each stack.
     """
 
     def __init__(self, layer: nn.Module, name: str, hidden: int) -> None:
+        self.modules, self.added, more = unwrapped_experts(layer, name)
+        self.adapters, name = dict(self.added), self.modules[-1]
         module = child(layer, name)
         own = {n: tuple(p.shape) for n, p in module.named_parameters()}
         gu, down = own.get("gate_up_proj", ()), own.get("down_proj", ())
@@ -230,13 +289,14 @@ class Experts:
         self.biases = tuple(f"{name}.{n}" for n in _BIASES if n in own)
         if len(self.biases) == 1:
             raise Unfit(f"{name} has a bias in one place only")
-        self.names = {self.gu, self.down, *self.biases}
+        self.names = {self.gu, self.down, *self.biases, *more}
+        self.widths = {self.gu: (hidden, 2 * self.inter), self.down: (self.inter, hidden)}
+        sizes = {n: tuple(p.shape) for n, p in layer.named_parameters()}
+        for stack, adapter in self.adapters.items():
+            (fan_in, fan_out), ranks = self.widths.get(stack, (0, 0)), self.count * adapter.rank
+            if (sizes[adapter.a], sizes[adapter.b]) != ((ranks, fan_in), (fan_out, ranks)):
+                raise Unfit(f"{stack} has an adapter of {sizes[adapter.a]} and {sizes[adapter.b]}, not of each expert")
         self.act, self.interleaved = ops.SILU, False     # until a proof finds them
-
-    def _matrix(self, name: str, rows: Rows, w: Weights) -> Tensor:
-        """[E, inputs, outputs], of the experts whose rows they are."""
-        found = w.experts(name, rows.experts)
-        return found if self.transposed else found.mT
 
     def _gate_bias(self, rows: Rows, w: Weights) -> tuple[Tensor | None, Tensor | None]:
         return (w[self.biases[0]], rows.expert.int()) if self.biases else (None, None)
@@ -246,14 +306,15 @@ class Experts:
         """base + factor * y [T, H] from b [T, H] and weights [T, k] fp32, and g|u [R, 2 I] where it is to be kept: in
         the experts' own order of columns and without their biases. Of some experts all is done before the next are
         there."""
-        out = gu = None
+        out, gu, matrix = None, None, Matrices(self, w, b.dtype)
         for part in rows.parts(w.groups(self.gu, self.count)):
-            up = ops.grouped_gemm(part.of(b), self._matrix(self.gu, part, w), part.offsets)
+            up = ops.grouped_gemm(part.of(b), matrix(self.gu, part.experts), part.offsets)
             act = ops.expert_glu(up, self.act, self.interleaved, *self._gate_bias(part, w))
             gu = part.put(gu, up, len(rows.token)) if keeps else None
             del up
-            out = part.put(out, ops.grouped_gemm(act, self._matrix(self.down, part, w), part.offsets), len(rows.token))
+            out = part.put(out, ops.grouped_gemm(act, matrix(self.down, part.experts), part.offsets), len(rows.token))
             del act
+        del matrix
         if self.biases:                                  # the sum of weights * bias is one product
             spread, bias = spread_out(weights, routed).to(out.dtype), w[self.biases[1]]
             base = factor * torch.mm(spread, bias) if base is None else torch.addmm(base, spread, bias, alpha=factor)
@@ -266,20 +327,31 @@ class Experts:
         What an expert gives is not made again: its product with dy is that of dy Wd' with what Wd reads. Rows wait in
         memory as inputs' gradients alone: of some experts all else is done before the next are there.
         """
-        count, dx, dweights = len(rows.token), None, None
+        count, dx, dweights, matrix = len(rows.token), None, None, Matrices(self, w, b.dtype)
         by_row = weights.flatten()[rows.order]
         for part in rows.parts(w.groups(self.gu, self.count)):
-            up = ops.grouped_gemm(part.of(b), self._matrix(self.gu, part, w), part.offsets) if gu is None \
-                else gu[part.span]
+            x = part.of(b) if gu is None else None
+            up = gu[part.span] if x is None else ops.grouped_gemm(x, matrix(self.gu, part.experts), part.offsets)
+            if len(part.token) < count or not self._learns(self.gu, grads):      # of some, rows are gathered again below
+                x = None                     # where fewer others are there
             dys = part.of(dy)
-            act = ops.grouped_gemm_dgrad(dys, self._matrix(self.down, part, w), part.offsets)   # for a weight of 1
+            act = ops.grouped_gemm_dgrad(dys, matrix(self.down, part.experts), part.offsets)    # for a weight of 1
             dweight = ops.expert_glu_backward(act, up, self.act, self.interleaved, *self._gate_bias(part, w),
                                               by_row[part.span])
             dweights = part.put(dweights, dweight, count)
-            self._matrix_grads(part, b, up, act, dys, grads)
+            if self._learns(self.down, grads):
+                self._stack_grads(self.down, part, act, dys, matrix, w, grads)
             del act, dys
-            dx = part.put(dx, ops.grouped_gemm_dgrad(up, self._matrix(self.gu, part, w), part.offsets), count)
+            if self._learns(self.gu, grads):
+                self._stack_grads(self.gu, part, part.of(b) if x is None else x, up, matrix, w, grads)
+            if self.biases and self.biases[0] in grads.wanted:  # each expert's sum, as a product with eight (the
+                ones = up.new_ones(up.shape[0], 8)       # kernel's least) rows of ones
+                sums = ops.grouped_gemm_wgrad(ones, up, part.offsets)[:, 0]
+                self._all(self.biases[0], w, grads)[part.experts.start:part.experts.stop] = sums
+            del x
+            dx = part.put(dx, ops.grouped_gemm_dgrad(up, matrix(self.gu, part.experts), part.offsets), count)
             del up
+        del matrix
         dweights = dweights[rows.place].view(weights.shape)
         if self.biases:
             dweights = dweights + torch.mm(dy, w[self.biases[1]].t()).gather(1, routed.index)
@@ -287,24 +359,32 @@ class Experts:
                 grads[self.biases[1]] = torch.mm(spread_out(weights, routed).to(dy.dtype).t(), dy)
         return ops.sum_rows(dx, rows.place, b.shape[0], None, base), dweights
 
-    def _matrix_grads(self, rows: Rows, b: Tensor, dgu: Tensor, act: Tensor, dys: Tensor, grads: Grads) -> None:
-        """Of what is trained: matrices where all experts are there together, and the bias of gate and up."""
-        def of(x: Tensor, dy: Tensor) -> Tensor:
-            return ops.grouped_gemm_wgrad(*((x, dy) if self.transposed else (dy, x)), rows.offsets)
+    def _learns(self, name: str, grads: Grads) -> bool:
+        return not grads.wanted.isdisjoint((name, *self.adapters.get(name, ())[:2]))
 
-        if self.down in grads.wanted:
-            grads[self.down] = of(act, dys)
-        if self.gu in grads.wanted:
-            grads[self.gu] = of(rows.of(b), dgu)
-        if self.biases and self.biases[0] in grads.wanted:  # each expert's sum, as a product with eight (the kernel's
-            ones = dgu.new_ones(dgu.shape[0], 8)         # least) rows of ones
-            sums = ops.grouped_gemm_wgrad(ones, dgu, rows.offsets)[:, 0]
-            if len(rows.experts) == self.count:
-                grads[self.biases[0]] = sums.contiguous()
-                return
-            if self.biases[0] not in grads:
-                grads[self.biases[0]] = sums.new_zeros(self.count, sums.shape[1])
-            grads[self.biases[0]][rows.experts.start:rows.experts.stop] = sums
+    def _stack_grads(self, name: str, rows: Rows, x: Tensor, dy: Tensor, matrix: Matrices, w: Weights, grads: Grads
+                     ) -> None:
+        """Of a stack, where all experts are there together, and of its adapter's A and B, from what its products read,
+        x [R, K], and their gradient, dy [R, N]."""
+        if name in grads.wanted:
+            grads[name] = ops.grouped_gemm_wgrad(*((x, dy) if self.transposed else (dy, x)), rows.offsets)
+        if (adapter := self.adapters.get(name)) is None:
+            return
+        (a, b), r, of = matrix.of(name, rows.experts), adapter.rank, slice(rows.experts.start, rows.experts.stop)
+        if adapter.b in grads.wanted:
+            t = ops.grouped_gemm(x, a.mT, rows.offsets).mul_(adapter.scale)
+            into = self._all(adapter.b, w, grads).view(-1, r, self.count)[..., of]
+            into.copy_(ops.grouped_gemm_wgrad(dy, t, rows.offsets)[..., :r].permute(1, 2, 0))
+        if adapter.a in grads.wanted:
+            u = ops.grouped_gemm(dy, b, rows.offsets).mul_(adapter.scale)
+            into = self._all(adapter.a, w, grads).view(self.count, r, -1)[of]
+            into.copy_(ops.grouped_gemm_wgrad(u, x, rows.offsets)[:, :r])
+
+    def _all(self, name: str, w: Weights, grads: Grads) -> Tensor:
+        """The gradient of all experts' own in one tensor: zeros where nobody has written."""
+        if name not in grads:
+            grads[name] = w[name].new_zeros(w[name].shape)
+        return grads[name]
 
 
 # ---- the half --------------------------------------------------------------------------------------

@@ -256,7 +256,8 @@ def _wide_norm_backward(dy: Tensor, s: Tensor, weight: Tensor, rstd: Tensor, sty
 # ---- linear layers: plain, of weights that are codes, with LoRA beside them ----------------------------
 
 class Adapter(NamedTuple):
-    """LoRA's of one linear layer. a, b: names of its matrices. rounds: what it adds is rounded before, not after."""
+    """LoRA's of one linear layer, or of a stack of experts, where each has that rank. a, b: names of its matrices.
+    rounds: what it adds is rounded before, not after."""
 
     a: str
     b: str
@@ -265,14 +266,9 @@ class Adapter(NamedTuple):
     rounds: bool
 
 
-def _unwrapped(layer: nn.Module, name: str) -> tuple[str, Any, list[Adapter], list[str]]:
-    """The linear layer of this name, by the name it has inside of PEFT's wrapper; what adapters add to it, and the
-    names of all parameters that adapters have, those that are not in use among them. Unfit where they are no plain
-    LoRA."""
-    module, kind = child(layer, name), type(child(layer, name))
-    if not (kind.__module__.startswith("peft.tuners.lora.") and hasattr(module, "lora_A")
-            and kind.__name__ in ("Linear", "Linear4bit", "Linear8bitLt")):
-        return name, module, [], []
+def _lora(name: str, module: Any) -> tuple[list[Adapter], list[str]]:
+    """What the adapters of PEFT's wrapper `module` add, and the names of all parameters that they have, those that are
+    not in use among them. Unfit where they are no plain LoRA."""
     if module.merged:
         raise Unfit(f"{name} has adapters merged into it")
     if getattr(module, "fan_in_fan_out", False) or any(module.lora_variant.values()):
@@ -284,9 +280,38 @@ def _unwrapped(layer: nn.Module, name: str) -> tuple[str, Any, list[Adapter], li
     active = [] if module.disable_adapters else [key for key in module.active_adapters if key in module.lora_A]
     if active and not getattr(module, "cast_input_dtype_enabled", True):
         raise Unfit(f"{name} does not cast its adapter's input")
-    found = [Adapter(f"{name}.lora_A.{key}.weight", f"{name}.lora_B.{key}.weight", module.lora_A[key].out_features,
-                     float(module.scaling[key]), kind.__name__ != "Linear") for key in active]
-    return f"{name}.base_layer", child(layer, f"{name}.base_layer"), found, [f"{name}.{n}" for n in own]
+    found = [Adapter(f"{name}.lora_A.{key}.weight", f"{name}.lora_B.{key}.weight",
+                     module.lora_A[key].out_features // getattr(module, "num_experts", 1), float(module.scaling[key]),
+                     type(module).__name__ != "Linear") for key in active]
+    return found, [f"{name}.{n}" for n in own]
+
+
+def _is_lora(module: nn.Module, *kinds: str) -> bool:
+    kind = type(module)
+    return kind.__name__ in kinds and kind.__module__.startswith("peft.tuners.lora.") and hasattr(module, "lora_A")
+
+
+def _unwrapped(layer: nn.Module, name: str) -> tuple[str, Any, list[Adapter], list[str]]:
+    """The linear layer of this name, by the name it has inside of PEFT's wrapper, and what `_lora` says of that."""
+    module = child(layer, name)
+    if not _is_lora(module, "Linear", "Linear4bit", "Linear8bitLt"):
+        return name, module, [], []
+    return f"{name}.base_layer", child(layer, f"{name}.base_layer"), *_lora(name, module)
+
+
+def unwrapped_experts(layer: nn.Module, name: str) -> tuple[list[str], tuple[Any, ...], list[str]]:
+    """Names of PEFT's wrappers around a module of experts, one for each parameter with adapters, and last its own; by
+    name of a parameter, what adapters add to it; and the names of all that adapters have. Unfit where they are no plain
+    LoRA, or several are in use for one parameter, of which PEFT adds the sum."""
+    modules, adapters, names = [name], {}, []
+    while _is_lora(wrapper := child(layer, modules[-1]), "ParamWrapper"):
+        found, own = _lora(modules[-1], wrapper)
+        names += own
+        for adapter in found:
+            if adapters.setdefault(wrapper.parameter_name, adapter) is not adapter:
+                raise Unfit(f"{name} has several active adapters of {wrapper.parameter_name}")
+        modules.append(f"{modules[-1]}.base_layer")
+    return modules, tuple((f"{modules[-1]}.{n}", adapter) for n, adapter in adapters.items()), names
 
 
 class Linears:

@@ -67,6 +67,10 @@ class Weights:
         """[experts, ., .]: of one of these groups."""
         return self[name]
 
+    def writable_experts(self, name: str, which: range) -> tuple[Tensor, bool]:
+        """The same, and whether it was made for the caller, who may write into it."""
+        return self.experts(name, which), False
+
     # ---- products with the joint matrix W [N, K] of `names`: the one way by which linear layers come to theirs ----
 
     def product(self, names: tuple[str, ...], x: Tensor, biases: tuple[str, ...] = (), base: Tensor | None = None,
@@ -200,6 +204,9 @@ class Expanded(Weights):
             self._whole[name] = self.joint((name,))
         return self._whole[name]
 
+    def writable_experts(self, name: str, which: range) -> tuple[Tensor, bool]:
+        return (self.joint((name,)), True) if name in self._codings else (self.by_name[name], False)
+
     def joint(self, names: tuple[str, ...]) -> Tensor:
         codings = [self._codings.get(n) for n in names]
         if not any(codings):
@@ -260,12 +267,16 @@ class Pieces(Weights):
         piece = self._stacks[name].piece_of(which.start)
         if name in self._last and self._last[name][0] is piece:
             return self._last[name][1]
-        self._last.pop(name, None)                       # first: there is one at a time
-        self._rest = None
-        found = self._made(piece)
-        if piece.expands:
+        found, own = self.writable_experts(name, which)
+        if own:
             self._last[name] = piece, found
         return found
+
+    def writable_experts(self, name: str, which: range) -> tuple[Tensor, bool]:
+        self._last.pop(name, None)                       # first: there is one at a time
+        self._rest = None
+        piece = self._stacks[name].piece_of(which.start)
+        return self._made(piece), piece.expands
 
 
 # ---- products of codes -----------------------------------------------------------------------------
