@@ -80,21 +80,6 @@ static unsigned which(const mt__unit *u, int param, unsigned planes, unsigned st
     return found;
 }
 
-static int is_aloft(const mt__unit *u, int param)
-{
-    const unsigned char *aloft = atomic_load(&u->mirror.aloft);
-
-    return aloft != NULL && aloft[param];
-}
-
-/* Event e for weights that are aloft. */
-static void tell_aloft(mt__unit *u, mt_mirror_event e)
-{
-    for (int i = 0; i < u->shape.n; i++)
-        if (is_aloft(u, i))
-            tell(u, i, HI, e);
-}
-
 /* Planes whose memory may be given back. */
 static unsigned pages_of(const mt__unit *u)
 {
@@ -122,17 +107,6 @@ int mt_mirror_any(mt_store *s, int unit, int param, unsigned planes, unsigned st
 {
     MT_HOLD(&s->mirror_mu);
     return which(mt__unit_at(s, unit), param, planes, states) != 0;
-}
-
-/* Weights that are aloft, and not here, cannot have been written. */
-void mt__mirror_touched(mt_store *s, int unit)
-{
-    mt__unit *u = mt__unit_at(s, unit);
-
-    MT_HOLD(&s->mirror_mu);
-    for (int i = 0; i < u->shape.n; i++)
-        if (!is_aloft(u, i) || *copy_at(u, MT_PLANE_HI, i) != MT_MIRROR_STALE)
-            tell(u, i, HI, MT_MIRROR_TOUCHED);
 }
 
 /* The home that keeps planes of the unit; NULL: none does. */
@@ -163,10 +137,9 @@ static void close_copies(mt_store *s, mt__unit *u)
     MT_HOLD(&s->mirror_mu);
     MT_ASSERT(!u->mirror.busy);
     free(u->mirror.copies);
-    free(atomic_load(&u->mirror.aloft));
-    u->mirror.copies = NULL;
-    u->mirror.pages = u->mirror.claimed = 0;
-    atomic_store(&u->mirror.aloft, NULL);
+    u->mirror = (mt__mirror){ 0 };
+    for (int i = 0; i < u->shape.n; i++)
+        atomic_store(&u->aloft[i], 0);
 }
 
 void mt_mirror_close(mt_store *s, int unit)
@@ -448,7 +421,7 @@ int mt_mirror_release_apart(mt_store *s, int unit)
     while (mt_share_speaker(s->share, first) != first)
         first++;
     planes = mt_share_is_apart(s->share) && first == mt_share_rank(s->share) ? ~0u : 0;
-    planes |= atomic_load(&u->mirror.aloft) != NULL ? HI : 0;
+    planes |= mt__aloft(u, -1) ? HI : 0;
     for (int p = 0; p < MT_PLANE_COUNT; p++) {
         _Atomic uint64_t *word = mt_board_plane(&u->board, p);
         others            a = { .s = s, .u = u, .mine = 1u << p };
@@ -462,7 +435,7 @@ int mt_mirror_release_apart(mt_store *s, int unit)
         for (int i = 0; saved && i < u->shape.n; i++)
             if (p != MT_PLANE_HI)
                 punch(s, unit, i, (mt_plane)p);
-            else if (is_aloft(u, i))
+            else if (mt__aloft(u, i))
                 mt_share_punch(&u->range[p], u->shape.offset[i], mt__weight_room(u, i));
         set_words(&a, !saved);
         all &= saved;
@@ -490,7 +463,7 @@ static mt_status load(mt_store *s, int unit, unsigned planes, int claims)
         return MT_FAIL(MT_ESTATE, "unit %s: its values were written on the host where they were "
                        "older than elsewhere; they must be brought before", u->name);
     for (int p = 0; p < MT_PLANE_COUNT && st == MT_OK; p++)
-        if ((loading >> p & 1) && !(p == MT_PLANE_HI && atomic_load(&u->mirror.aloft) != NULL))
+        if (loading >> p & 1)
             st = mt_store_commit(s, unit, (mt_plane)p);
     if (loading != 0 && st == MT_OK)
         st = home_of(u)->load(u->home_of, unit, loading);
@@ -541,9 +514,23 @@ mt_status mt__mirror_serve(mt_store *s, uint64_t about, int *gone)
  *
  * In a share each device has all weights of a unit that lives there, and those that nobody trains
  * are the same on all. When all ranks evict the unit, host memory of these is given back: they are
- * aloft until the unit moves. Who reads one copies all of the unit's to the share, from its own
- * slot, and says on the board, in the word of plane HI, that they are there. A save's go when all
- * have read; others' stay until the next evict. */
+ * aloft until the unit moves, and STALE. Who reads one copies all of the unit's to the share, from
+ * its own slot, and says on the board, in the word of plane HI, that they are there. A save's go
+ * when all have read; others' stay until the next evict, and so they may be written. */
+
+/* Under mirror_mu, with the planes' words: those that are aloft were written if they may be. */
+void mt__mirror_touched(mt_store *s, int unit)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+    int       some = mt__aloft(u, -1);
+
+    if (some)
+        some = (atomic_load(mt_board_plane(&u->board, MT_PLANE_HI)) & (BUSY | CLAIMED)) == CLAIMED;
+    MT_HOLD(&s->mirror_mu);
+    for (int i = 0; i < u->shape.n; i++)
+        if (some || !mt__aloft(u, i))
+            tell(u, i, HI, mt__aloft(u, i) ? MT_MIRROR_SET : MT_MIRROR_TOUCHED);
+}
 
 /* param: the one that is read; -1: any. */
 static mt_status lower(mt_store *s, int unit, int param, int claims)
@@ -552,22 +539,16 @@ static mt_status lower(mt_store *s, int unit, int param, int claims)
     others    a = { .s = s, .u = u, .planes = HI };
     mt_status st;
 
-    if (param >= 0 && !is_aloft(u, param))
+    if (!mt__aloft(u, param))
         return MT_OK;
     a.want[MT_PLANE_HI] = STAMP + (claims ? CLAIMED : 0);
-    st = await_others(&a);
-    if (st == MT_OK && a.mine) {
-        if ((st = mt_mirror_enter(s, unit)) == MT_OK) {
-            MT_WITH(&s->mirror_mu) tell_aloft(u, MT_MIRROR_EVICTED);
-            st = load(s, unit, HI, claims);
-            mt_mirror_leave(s, unit);
-        }
-        set_words(&a, st == MT_OK);
-    } else if (st == MT_OK) {
-        MT_HOLD(&s->mirror_mu);
-        tell_aloft(u, MT_MIRROR_LOAD);
-        tell_aloft(u, MT_MIRROR_LOADED);
+    if ((st = await_others(&a)) != MT_OK || a.mine == 0)
+        return st;
+    if ((st = mt_mirror_enter(s, unit)) == MT_OK) {
+        st = home_of(u)->load(u->home_of, unit, HI);
+        mt_mirror_leave(s, unit);
     }
+    set_words(&a, st == MT_OK);
     return st;
 }
 
@@ -582,7 +563,7 @@ static mt_status bring(mt_store *s, int unit, int param, unsigned planes, int cl
     unsigned           own = kept(s, unit, planes);
     mt_status          st;
 
-    if ((own & HI) && atomic_load(&a.u->mirror.aloft) != NULL) {
+    if ((own & HI) && mt__aloft(a.u, -1)) {
         MT_DO(wait_for(s, unit, HI, claims));
         MT_DO(lower(s, unit, param, claims));
         planes &= ~HI;
@@ -683,65 +664,59 @@ static mt_status drop(mt_store *s, int unit, int claimed)
 
 mt_status mt_mirror_release(mt_store *s, int unit)
 {
-    mt__unit *u = mt__unit_at(s, unit);
-
-    if (u != NULL && atomic_load(&u->mirror.aloft) != NULL &&
-        !(atomic_load(mt_board_plane(&u->board, MT_PLANE_HI)) & CLAIMED))
-        MT_WITH(&s->mirror_mu) tell_aloft(u, MT_MIRROR_EVICTED);
     return drop(s, unit, 0);
 }
 
 /* Weights of the unit that may be aloft, [n], and what tells them from others. */
-static uint64_t rising(mt_store *s, const mt__unit *u, unsigned char *rise)
+static uint64_t rising(mt_store *s, const mt__unit *u, unsigned char *rises)
 {
     uint64_t all = 0;
 
     MT_HOLD(&s->mirror_mu);
-    for (int i = 0; i < u->shape.n && u->mirror.copies != NULL; i++) {
-        rise[i] = (home_of(u)->later & HI) && !mt_share_is_apart(s->share) &&
-                  !mt_store_trainable(s, u->number, i) && u->shape.desc[i].numel > 0 &&
-                  (is_aloft(u, i) || *copy_at(u, MT_PLANE_HI, i) == MT_MIRROR_FRESH);
-        all = rise[i] ? mt_alike_mix(all, (uint64_t)i) : all;
+    for (int i = 0; i < u->shape.n; i++) {
+        rises[i] = which(u, i, home_of(u)->later & HI, IS(FRESH) | IS(STALE)) != 0 &&
+                   !mt_share_is_apart(s->share) && !mt_store_trainable(s, u->number, i);
+        all = rises[i] ? mt_alike_mix(all, (uint64_t)i + 1) : all;
     }
     return all >> 32;
 }
 
 /* All ranks are at the unit's evict. */
-static void rise(mt_store *s, mt__unit *u, unsigned char *params)
+static void rise(mt_store *s, mt__unit *u, const unsigned char *rises)
 {
-    MT_WITH(&s->mirror_mu) {
-        free(atomic_exchange(&u->mirror.aloft, params));
-        tell_aloft(u, MT_MIRROR_EVICTED);
-    }
-    mt__thin(s, u, params);
+    MT_WITH(&s->mirror_mu)
+        for (int i = 0; i < u->shape.n; i++) {
+            atomic_store(&u->aloft[i], rises[i]);
+            if (rises[i])
+                tell(u, i, HI, MT_MIRROR_EVICTED);
+        }
+    (void)mt__thin(s, u, 0);                 /* what is not registered is copied more slowly */
     atomic_store(mt_board_plane(&u->board, MT_PLANE_HI), 0);
 }
 
 /* In a share: all ranks have come to the evict's first, or second, place. about: the unit, and
  * 1 << 32 times which of its weights may be aloft; *alike: on all ranks the same. NULL: the second,
  * behind which a rank may have come to the next evict. */
-static mt_status meet_evict(mt_store *s, int unit, uint64_t about, int *alike)
+static mt_status meet_evict(mt_store *s, uint64_t about, int *alike)
 {
     const mt_board *b = mt_share_board(s->share);
-    int             me = mt_share_rank(s->share);
-    uint64_t        n = mt_board_said(b, MT_COUNT_EVICTED, me) + 1, other;
+    int             me = mt_share_rank(s->share), unit = (int)(uint32_t)about, rank, other;
+    uint64_t        n = mt_board_said(b, MT_COUNT_EVICTED, me) + 1;
     mt_status       st;
 
     mt_ledger_say(s, MT_COUNT_EVICTED, n, about);
     MT_DO(mt_ledger_meet(s, MT_COUNT_EVICTED, n, 0));
-    if (alike != NULL)
-        *alike = about >> 32 != 0;
-    for (int rank = 0; alike != NULL && rank < mt_share_ranks(s->share); rank++) {
-        other = mt_board_about(b, MT_COUNT_EVICTED, rank);
-        *alike &= other == about;
-        if ((uint32_t)other == (uint32_t)about)
-            continue;
-        st = MT_FAIL(MT_EPEER, "rank %d gives back memory of unit %d, and rank %d of unit %s", rank,
-                     (int)(uint32_t)other, me, mt_store_name(s, unit));
-        mt_ledger_fault(s, st, mt_last_error());
-        return st;
-    }
-    return MT_OK;
+    if (alike == NULL)
+        return MT_OK;
+    rank = mt_board_differs(b, MT_COUNT_EVICTED, about);
+    *alike = rank == mt_share_ranks(s->share) && about >> 32 != 0;
+    if (rank == mt_share_ranks(s->share) ||
+        (other = (int)(uint32_t)mt_board_about(b, MT_COUNT_EVICTED, rank)) == unit)
+        return MT_OK;
+    st = MT_FAIL(MT_EPEER, "rank %d gives back memory of unit %d, and rank %d of unit %s", rank,
+                 other, me, mt_store_name(s, unit));
+    mt_ledger_fault(s, st, mt_last_error());
+    return st;
 }
 
 mt_status mt_mirror_evict(mt_store *s, int unit)
@@ -762,13 +737,13 @@ mt_status mt_mirror_evict(mt_store *s, int unit)
     about = rising(s, u, rises) << 32 | (uint32_t)unit;
     /* (1) and (2) of mirror.h. Nobody is asked while ranks meet: this is not to be done again. */
     asks = mt_watch_asks(NULL);
-    if ((st = meet_evict(s, unit, about, &alike)) == MT_OK) {
+    if ((st = meet_evict(s, about, &alike)) == MT_OK) {
         u->mirror.all_evict = 1;
         st = drop(s, unit, 1);
         u->mirror.all_evict = 0;
         if (alike)
-            rise(s, u, MT_KEEP(rises));
-        met = meet_evict(s, unit, about, NULL);
+            rise(s, u, rises);
+        met = meet_evict(s, about, NULL);
         st = st != MT_OK ? st : met;
     }
     (void)mt_watch_asks(asks);

@@ -75,27 +75,43 @@ static mt_status copy_down(const mt_resident *r, const mt__settled *h, mt_queue 
 
 /* Under mu. Into the slot, from plane HI or another slot at src: of bytes [from, to) those of
  * parameters of which the host is ahead; *bytes grows by as many. The others' are in the slot, and
- * perhaps not in host memory (mirror.h). */
-static mt_status copy_ahead(const mt_resident *r, const mt__settled *h, mt_queue *q, const char *src,
-                            size_t from, size_t to, uint64_t *bytes)
+ * perhaps not in host memory (mirror.c). */
+static mt_status copy_ahead(const mt_resident *r, const mt__settled *h, mt_queue *q,
+                            const char *src, size_t from, size_t to, uint64_t *bytes)
 {
-    int n = mt_store_params(r->store, h->unit);
+    int    n = mt_store_params(r->store, h->unit);
+    size_t begin = from, end;
 
-    for (int i = 0, next; i < n; i = next) {
-        int    ahead = mt_mirror_any(r->store, h->unit, i, HI, IS(AHEAD) | IS(STORING));
-        size_t begin = mt_store_offset(r->store, h->unit, i), end;
-
-        for (next = i + 1; next < n; next++)             /* what lies side by side goes at once */
-            if (mt_mirror_any(r->store, h->unit, next, HI, IS(AHEAD) | IS(STORING)) != ahead)
-                break;
-        end = next < n ? mt_store_offset(r->store, h->unit, next)
-                       : mt_store_hi_bytes(r->store, h->unit);
-        begin = begin < from ? from : begin;
-        end = end > to ? to : end;
-        if (!ahead || begin >= end)
+    for (int i = 0; i <= n; i++) {                       /* what lies side by side goes at once */
+        if (i < n && mt_mirror_any(r->store, h->unit, i, HI, IS(AHEAD) | IS(STORING)))
             continue;
-        MT_DO(r->dev->ops->copy(q, (char *)h->mem + begin, src + begin, end - begin));
-        *bytes += end - begin;
+        end = i < n && mt_store_offset(r->store, h->unit, i) < to
+            ? mt_store_offset(r->store, h->unit, i) : to;
+        if (begin < end) {
+            MT_DO(r->dev->ops->copy(q, (char *)h->mem + begin, src + begin, end - begin));
+            *bytes += end - begin;
+        }
+        end = i + 1 < n ? mt_store_offset(r->store, h->unit, i + 1) : to;
+        begin = end > from ? end : from;
+    }
+    return MT_OK;
+}
+
+/* Under mu. So of the others' portions, or of this rank's own and those that came for it from other
+ * machines, of which only what is updated comes again. */
+static mt_status copy_portions(const mt_resident *r, const mt__settled *h, mt_queue *q, int own,
+                               uint64_t *bytes)
+{
+    size_t from, to;
+    void  *hi, *slot;
+
+    MT_DO(mt_store_hi(r->store, h->unit, &hi));
+    for (int rank = 0; rank < mt_share_ranks(r->cx->share); rank++) {
+        slot = h->slots != NULL ? h->slots[rank] : NULL;
+        if (own != (h->slots != NULL ? slot == NULL : rank == mt_share_rank(r->cx->share)))
+            continue;
+        MT_DO(portion_of(r, h->unit, rank, &from, &to));
+        MT_DO(copy_ahead(r, h, q, slot != NULL ? slot : hi, from, to, bytes));
     }
     return MT_OK;
 }
@@ -441,41 +457,14 @@ static mt_status put_raise(mt_resident *r, mt__settled *h)
     mt_queue *q = r->ferry.up;
     mt_span   span;
     uint64_t  bytes = 0;
-    size_t    from, to;
-    void     *hi;
 
     MT_ASSERT(mt_holds(&r->mu));
-    MT_DO(mt_store_hi(r->store, h->unit, &hi));
     mt_timeline_begin(r->cx->timeline, &span, h->slots != NULL ? MT_LANE_GATHER : MT_LANE_THROUGH,
                       MT_WORK_FETCH, h->unit, q);
-    for (int rank = 0; rank < mt_share_ranks(r->cx->share); rank++) {
-        /* What this rank updates, and what came from other machines for it, is there. */
-        if (rank == mt_share_rank(r->cx->share) || (h->slots != NULL && h->slots[rank] == NULL))
-            continue;
-        MT_DO(portion_of(r, h->unit, rank, &from, &to));
-        MT_DO(copy_ahead(r, h, q, h->slots != NULL ? h->slots[rank] : hi, from, to, &bytes));
-    }
+    MT_DO(copy_portions(r, h, q, 0, &bytes));
     mt_timeline_end(r->cx->timeline, &span, bytes, q);
     r->stats.h2d_bytes += bytes;
     return mt__record(r, h, q, h->raised, &h->raising, "weights up", UP);
-}
-
-/* Under mu. The own portion from the share into the slot, in q, and those that came from other
- * machines, of which only what is updated comes again. */
-static mt_status put_back(mt_resident *r, const mt__settled *h, mt_queue *q)
-{
-    int    me = mt_share_rank(r->cx->share);
-    size_t from, to;
-    void  *hi;
-
-    MT_DO(mt_store_hi(r->store, h->unit, &hi));
-    for (int rank = 0; rank < mt_share_ranks(r->cx->share); rank++) {
-        if (rank != me && (h->slots == NULL || mt_share_speaker(r->cx->share, rank) != me))
-            continue;
-        MT_DO(portion_of(r, h->unit, rank, &from, &to));
-        MT_DO(copy_ahead(r, h, q, hi, from, to, &r->stats.h2d_bytes));
-    }
-    return MT_OK;
 }
 
 /* Under mu. Nothing to do when somebody was here before. In a share all of it is copied where it
@@ -623,6 +612,7 @@ static mt_status home_take(void *arg, int unit, mt_queue *run)
     /* FETCHED: the copy reads what is then given back. */
     if (!mt_skips(r->cx, MT_EDGE_FETCHED))
         MT_DO(wait_done(r, h));
+    MT_DO(mt_resident_raised(r));            /* its copies read what evict unlocks */
     return mt_mirror_evict(r->store, unit);
 }
 
@@ -661,7 +651,8 @@ static mt_status put_update(mt_resident *r, mt__settled *h, const mt_update_job 
     /* What the update reads of the weights is in the slot: all that the host has ahead; in a share
      * what was written there of its own portion, and what no other slot here would give it. */
     if (r->ferry.open ? h->writes != writes : is_ahead(r, u->unit)) {
-        MT_DO(r->ferry.open ? put_back(r, h, q) : put_fetch(r, h, NULL, &q));
+        MT_DO(r->ferry.open ? copy_portions(r, h, q, 1, &r->stats.h2d_bytes)
+                            : put_fetch(r, h, NULL, &q));
         h->writes = writes;
         MT_DO(mt_ledger_fetching(r->store, u->unit, q));
     }

@@ -152,6 +152,7 @@ void mt__unit_close(mt_store *s, mt__unit *u)
     free(u->mirror.copies);
     free(u->chunk);
     free(u->unfiled);
+    free(u->aloft);
     free(u->shape.offset);
     free(u->shape.desc);
     free(u->name);
@@ -182,6 +183,7 @@ static mt_status unit_open(mt_store *s, const char *name, const mt_param_desc *d
     strcpy(u->name, name);
     MT_TRY(MT_MAKE(u->shape.desc, n, name));
     MT_TRY(MT_MAKE(u->unfiled, n, name));
+    MT_TRY(MT_MAKE(u->aloft, n, name));
     MT_TRY(MT_MAKE(u->chunk, n, name));
     for (int i = 0; i < n; i++) {
         MT_TRY(check_desc(name, &d[i], i));
@@ -757,13 +759,8 @@ mt_status mt_store_commit(mt_store *s, int unit, mt_plane p)
     for (int i = -1; (a = arena_of(u, pl, i)) != NULL; i++) {
         mt_arena made = *a;
 
-        if (p == MT_PLANE_HI && atomic_load(&u->mirror.aloft) != NULL) {     /* it has all of its pages again */
-            mt_arena_unregister(&made);
-            mt_arena_keep(&made, 0, made.bytes);
-            made.reserved = 1;
-        }
         MT_DO(mt_arena_commit(&made, s->pool, dev));
-        atomic_fetch_add(&s->mapped[p], made.kept - (a->reserved ? 0 : a->kept));
+        atomic_fetch_add(&s->mapped[p], a->reserved ? made.kept : 0);
         MT_WITH(&s->map_mu) *a = made;
     }
     return MT_OK;
@@ -792,48 +789,49 @@ void mt_store_decommit(mt_store *s, int unit, mt_plane p)
 
 /* Locked pages that are given back stay where they are, and what is written to their addresses then
  * is elsewhere. So all is unlocked first, and then the longest stretch between them locked. */
-void mt__thin(mt_store *s, mt__unit *u, const unsigned char *params)
+mt_status mt__thin(mt_store *s, mt__unit *u, int whole)
 {
     mt__plane *pl = &u->plane[MT__HOST][MT_PLANE_HI];
-    size_t     begin = 0, end = 0, from = 0, to = 0;         /* of this stretch, and the longest */
+    size_t     begin = 0, end, from = 0, to = whole ? u->shape.bytes : 0;
     mt_arena   a;
+    mt_status  st;
 
     MT_HOLD(&pl->making);
     a = pl->arena;
-    for (int i = 0; i < u->shape.n; i++) {
-        begin = params[i] ? u->shape.offset[i] + mt__weight_room(u, i) : begin;
-        end = u->shape.offset[i] + (params[i] ? 0 : mt__weight_room(u, i));
-        if (end > begin && end - begin > to - from) {
+    mt_arena_unregister(&a);
+    for (int i = 0; i < u->shape.n && !whole; i++) {
+        end = u->shape.offset[i] + mt__weight_room(u, i);
+        if (mt__aloft(u, i)) {
+            mt_share_punch(&u->range[MT_PLANE_HI], u->shape.offset[i], mt__weight_room(u, i));
+            begin = end;
+        } else if (end - begin > to - from) {
             from = begin;
             to = end;
         }
     }
-    atomic_fetch_sub(&s->mapped[MT_PLANE_HI], a.reserved ? 0 : a.kept);
-    mt_arena_unregister(&a);
     mt_arena_keep(&a, from, to - from);
-    for (int i = 0; i < u->shape.n; i++)
-        if (params[i])
-            mt_share_punch(&u->range[MT_PLANE_HI], u->shape.offset[i], mt__weight_room(u, i));
-    (void)mt_arena_register(&a, s->dev);                     /* else copies are slower */
-    atomic_fetch_add(&s->mapped[MT_PLANE_HI], a.reserved ? 0 : a.kept);
+    st = mt_arena_register(&a, s->dev);
+    atomic_fetch_add(&s->mapped[MT_PLANE_HI], a.kept - pl->arena.kept);
     MT_WITH(&s->map_mu) pl->arena = a;
+    return st;
 }
 
 size_t mt_store_reserved(mt_store *s, int unit, mt_plane p)
 {
     mt__unit        *u = mt__unit_at(s, unit);
     const mt__plane *pl;
-    const unsigned char *aloft;
     size_t           bytes;
+    int              aloft;
 
     if (u == NULL || !plane_ok(p))
         return 0;
+    aloft = p == MT_PLANE_HI && mt__aloft(u, -1) &&
+            atomic_load(mt_board_plane(&u->board, MT_PLANE_HI)) == 0;
     pl = &u->plane[MT__HOST][p];
-    aloft = atomic_load(&u->mirror.aloft);
     MT_HOLD(&s->map_mu);
     bytes = pl->arena.reserved ? pl->arena.kept : 0;
-    for (int i = 0; p == MT_PLANE_HI && aloft != NULL && i < u->shape.n; i++)
-        bytes += aloft[i] ? mt__weight_room(u, i) : 0;
+    for (int i = 0; aloft && i < u->shape.n; i++)
+        bytes += mt__aloft(u, i) ? mt__weight_room(u, i) : 0;
     for (int i = 0; u->shared && i < u->shape.n; i++)
         if (!is_own_copy(u, p, i))
             continue;
@@ -881,6 +879,8 @@ mt_status mt__home_ready(mt_store *s, int unit, const mt_home *to)
     if (made != MT_PLANE_COUNT)
         return MT_FAIL(MT_ESTATE, "unit %s has its plane %s in memory already; one that %s goes "
                        "there before that is asked for", u->name, mt_plane_name(made), to->lives);
+    if (mt__aloft(u, -1) && !to->device)
+        MT_DO(mt__thin(s, u, 1));
     for (int p = 0; p < MT_PLANE_COUNT; p++) {
         if (from->device && !to->device && u->plane[MT__HOST][p].at != NULL)
             MT_DO(mt_store_commit(s, unit, (mt_plane)p));

@@ -54,12 +54,10 @@ typedef struct mt__mirror {
     unsigned       claimed;          /* planes to which somebody has a claim */
     int            busy;             /* a thread is behind the door */
     int            all_evict;        /* in a share: all ranks are at the unit's evict */
-    _Atomic(unsigned char *) aloft;  /* [n] in a share: weights that are aloft (mirror.c). NULL: none
-                                      * are. Written while all ranks evict, or move, the unit */
 } mt__mirror;
 
 typedef struct mt__unit {
-    char          *name;             /* these ten: written by add, before the unit is published */
+    char          *name;             /* these eleven: by add, before the unit is published */
     mt_shape       shape;            /* but desc's `trainable`, an atomic: see trains */
     int            number;
     int            shared;           /* it is in a share */
@@ -70,6 +68,8 @@ typedef struct mt__unit {
     size_t        *chunk;            /* [n] its first chunk's number on the board */
     atomic_uchar  *unfiled;          /* [n] in a share: not in the file that the unit's states are
                                       * in; written by mt_store_in_arena */
+    atomic_uchar  *aloft;            /* [n] in a share: its weights are aloft (mirror.c). Written
+                                      * while all ranks evict, or move, the unit */
 
     mt__plane      plane[MT__SIDES][MT_PLANE_COUNT];
     atomic_int     states;           /* an mt_states; set under map_mu, before a plane of them is
@@ -167,12 +167,20 @@ static inline const mt__unit *mt__unit_or_none(const mt_store *s, int unit)
     return u != NULL ? u : &none;
 }
 
+/* Are weights of the parameter (-1: of some) aloft? */
+static inline int mt__aloft(const mt__unit *u, int param)
+{
+    int i = param < 0 ? 0 : param, end = param < 0 ? u->shape.n : param + 1;
+
+    while (i < end && !atomic_load(&u->aloft[i]))
+        i++;
+    return i < end;
+}
+
 /* Of a parameter's weights in plane HI: bytes until another's may begin. */
 static inline size_t mt__weight_room(const mt__unit *u, int i)
 {
-    const mt_param_desc *d = &u->shape.desc[i];
-
-    return mt_round_up((size_t)d->numel * mt_dtype_bytes(d->dtype), u->align);
+    return (i + 1 < u->shape.n ? u->shape.offset[i + 1] : u->shape.bytes) - u->shape.offset[i];
 }
 
 static inline mt_status mt__no_unit(const mt_store *s, int unit)
@@ -204,8 +212,9 @@ mt_status mt__lay_out(const mt__unit *u, int side, mt_plane p, size_t **offset, 
 mt_status mt__find   (const mt_store *s, int unit, int param, mt__unit **out);   /* or MT_EINVAL */
 void      mt__unbind (mt_store *s, mt__unit *u);        /* both locks: it has no GRAD plane now */
 void      mt__unit_close  (mt_store *s, mt__unit *u);
-/* Weights (params: [n]) have no memory on the host any more; what is left is registered. */
-void      mt__thin        (mt_store *s, mt__unit *u, const unsigned char *params);
+/* In a share: weights that are aloft have no memory on the host, and what lies between is
+ * registered. whole: all is, whatever is aloft. */
+mt_status mt__thin        (mt_store *s, mt__unit *u, int whole);
 void      mt__device_close(mt_store *s, mt__unit *u);   /* map_mu: it has no device plane now */
 /* A unit may come to this home, and the host has what it needs then; it is there. */
 mt_status mt__home_ready(mt_store *s, int unit, const mt_home *to);

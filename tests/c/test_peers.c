@@ -1529,6 +1529,60 @@ TEST(frozen_weights_that_are_read_and_written_stay)
     run_all(PLAN(.ranks = 3, .settled = 7), thaw);
 }
 
+/* The others' weights are on their way up when it is brought. */
+static void *read_behind_steps(void *arg)
+{
+    runner *r = arg;
+
+    r->want = NULL;
+    take_all(r);
+    for (int k = 0; k < 6; k++) {
+        one_step(r);
+        for (int u = 0; u < UNITS; u++) {
+            CHECK_OK(mt_mirror_read(r->cx.store, u, FROZEN));
+            CHECK(is_right(r, u));
+        }
+        take_all(r);
+    }
+    return NULL;
+}
+
+TEST(frozen_weights_are_read_while_others_come)
+{
+    run_all(PLAN(.ranks = 3, .settled = 7, .dawdle_us = 500), read_behind_steps);
+    run_all(PLAN(.ranks = 2, .settled = 7, .dawdle_us = 500, .apart = 1), read_behind_steps);
+}
+
+/* Of what a save brought memory goes when others are written already: it is not fetched. */
+static void *write_behind_a_save(void *arg)
+{
+    runner *r = arg;
+    char    want[64];
+
+    r->want = NULL;
+    take_all(r);
+    CHECK_OK(mt_ledger_save_begin(r->cx.store, 0));
+    CHECK_OK(mt_mirror_peek(r->cx.store, 0, 1u << MT_PLANE_HI));
+    mt_ledger_save_end(r->cx.store, 0);
+    CHECK_OK(mt_ledger_wait_saved(r->cx.store, 0));
+    write_from_outside_alike(r, 0);
+    CHECK_EQ(mt_mirror_release_apart(r->cx.store, 0), 1);
+    CHECK_OK(mt_mirror_release(r->cx.store, 0));
+    meet(r);
+    fetch(r, 0);
+    CHECK_OK(r->cx.dev->ops->sync(r->run));
+    fill_random(shapes[FROZEN].dtype, want, shapes[FROZEN].numel, FROZEN);
+    CHECK_EQ(memcmp(r->slot[0] + mt_store_offset(r->cx.store, 0, FROZEN), want,
+                    (size_t)shapes[FROZEN].numel * mt_dtype_bytes(shapes[FROZEN].dtype)), 0);
+    meet(r);
+    return NULL;
+}
+
+TEST(frozen_weights_that_a_save_brought_are_not_fetched)
+{
+    run_all(PLAN(.ranks = 2, .settled = 7), write_behind_a_save);
+}
+
 /* A rank that reads, beside others that save, and step on. */
 static char *read_all(runner *r, int unit, int peeks)
 {
