@@ -12,8 +12,10 @@
  * others copy that portion from slot to slot, where slots are within each other's reach (NVLink, or
  * peer access over PCIe): 2 (N - 1) / N bytes of a parameter. It also goes down to the share, where
  * every process reads weights whatever the unit's home: 2 / N bytes. Ranks whose slots are out of
- * reach fetch it up from there. Other machines' portions come into the slot of who speaks for their
- * rank (relay.h), and go down to the share from there. No rank waits at a collective.
+ * reach fetch it up from there. Only what was updated moves: frozen weights are the same in all
+ * slots, and not in host memory (mirror.c). Other machines' portions come into the slot of who
+ * speaks for their rank (relay.h), and go down to the share from there. No rank waits at a
+ * collective.
  *
  * Units are raised in the order in which their updates were put, ahead of their windows; an await
  * that comes before does it itself. They are lowered in chunks, two in the queue at a time: a
@@ -467,9 +469,9 @@ static mt_status put_raise(mt_resident *r, mt__settled *h)
     return mt__record(r, h, q, h->raised, &h->raising, "weights up", UP);
 }
 
-/* Under mu. Nothing to do when somebody was here before. In a share all of it is copied where it
- * was written from outside, else what other ranks have updated. run NULL: the queue has waited for
- * it. *q: the queue that the copy was put in, which reads the share. */
+/* Under mu. Nothing to do when somebody was here before. In a share all that is ahead is copied
+ * where some was written from outside, else what other ranks have updated. run NULL: the queue has
+ * waited for it. *q: the queue that the copy was put in, which reads the share. */
 static mt_status put_fetch(mt_resident *r, mt__settled *h, mt_queue *run, mt_queue **q)
 {
     int       unit = h->unit;
