@@ -89,7 +89,7 @@ typedef struct mt_dev_ops {
     mt_status (*sync)  (mt_queue *q);                        /* the host waits for all of q */
 
     /* stamp() asks, in q, what time it is; stamp_read() says whether q has come by, and then when:
-     * *ns is on the clock of clock.h (CUDA: within some 20 us of it, and within 1 us of other
+     * *ns is on the clock of lock.h (CUDA: within some 20 us of it, and within 1 us of other
      * stamps of the same seconds). A stamp is asked again only after it was read done, and closed
      * after that or after its queue. Nothing waits. */
     mt_status (*stamp_open) (mt_dev *d, mt_stamp **out);

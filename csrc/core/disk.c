@@ -8,7 +8,6 @@
 #include "disk.h"
 
 #include "arena.h"
-#include "clock.h"
 
 #include <stdio.h>
 #include <stdlib.h>

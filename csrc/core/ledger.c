@@ -6,7 +6,6 @@
 
 #include "store_impl.h"
 
-#include "clock.h"
 
 #include <inttypes.h>
 #include <stdio.h>

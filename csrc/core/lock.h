@@ -22,6 +22,7 @@
 #define MT_LOCK_H
 
 #include <pthread.h>
+#include <stdint.h>
 #include <time.h>
 
 #ifdef MT_CHECKED
@@ -29,6 +30,15 @@
 #else
 #define MT_IS_CHECKED 0
 #endif
+
+/* The one clock: nanoseconds of CLOCK_MONOTONIC, which is Python's perf_counter_ns too. */
+static inline uint64_t mt_now_ns(void)
+{
+    struct timespec t;
+
+    (void)clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
 
 /* What must hold at this place, whoever called: where it does not, the mistake is ours. A checked
  * build says which, and where, and aborts. */

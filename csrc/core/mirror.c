@@ -289,18 +289,6 @@ void mt__asked(uint64_t about, int *unit, unsigned *planes, int *claims)
     *claims = (about & ASKED_CLAIMS) != 0;
 }
 
-/* Under ledger.mu. */
-static int is_served(const mt_store *s)
-{
-    int rank = 0, me = mt_share_rank(s->share);
-
-    while (rank < mt_share_ranks(s->share) &&
-           (rank == me || mt_board_said(mt_share_board(s->share), MT_COUNT_SERVED + me, rank) >=
-                          s->ledger.asked))
-        rank++;
-    return rank == mt_share_ranks(s->share);
-}
-
 static void set_asked(mt_store *s, uint64_t n)
 {
     MT_HOLD(&s->ledger.mu);
@@ -313,15 +301,19 @@ static void set_asked(mt_store *s, uint64_t n)
 static mt_status ask(mt_store *s, int unit, unsigned planes, int claims)
 {
     mt__ledger *l = &s->ledger;
+    const mt_board *b = mt_share_board(s->share);
+    int         me = mt_share_rank(s->share), served = MT_COUNT_SERVED + me;
     uint64_t    n, about = (uint64_t)(unsigned)unit << ASKED_UNIT | (claims ? ASKED_CLAIMS : 0);
     mt_status   st;
 
     MT_DO(MT__LEDGER_UNTIL(s, l->asking ? 0 : (l->asking = 1), mt_store_name(s, unit),
                            "this rank's request before"));
-    n = mt_share_said(s->share, MT_COUNT_ASKED, mt_share_rank(s->share)) + 1;
+    n = mt_share_said(s->share, MT_COUNT_ASKED, me) + 1;
     set_asked(s, n);
+    mt_ledger_say(s, (mt_count)served, n, 0);            /* it has its own */
     mt_ledger_say(s, MT_COUNT_ASKED, n, about | planes);
-    st = MT__LEDGER_UNTIL(s, is_served(s), mt_store_name(s, unit), "what other ranks have of it");
+    st = MT__LEDGER_UNTIL(s, mt_board_behind(b, served, n) == mt_share_ranks(s->share),
+                          mt_store_name(s, unit), "what other ranks have of it");
     set_asked(s, 0);
     return st;
 }

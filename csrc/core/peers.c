@@ -9,7 +9,6 @@
  */
 #include "store_impl.h"
 
-#include "clock.h"
 #include "forks.h"
 
 #include <inttypes.h>
@@ -290,19 +289,13 @@ void mt_store_close(mt_store *s)
 
 mt_status mt_store_move(mt_store *s, int unit, const mt_home *to, void *of)
 {
-    mt_status st;
-
     if (mt__unit_at(s, unit) == NULL)
         return mt__no_unit(s, unit);
     if (mt_store_home(s, unit, NULL) == to)
         return MT_OK;
     if (s->share != NULL && to->away != 0)
         MT_DO(begin_serving(s));             /* what may fail, before anything moves */
-    if (s->share != NULL)
-        mt_lock(&s->serving);                /* nobody is served of it meanwhile */
-    if ((st = mt__home_ready(s, unit, to)) == MT_OK)
-        st = mt__mirror_move(s, unit, to, of);
-    if (s->share != NULL)
-        mt_unlock(&s->serving);
-    return st;
+    MT_HOLD(&s->serving);                    /* nobody is served of it meanwhile */
+    MT_DO(mt__home_ready(s, unit, to));
+    return mt__mirror_move(s, unit, to, of);
 }

@@ -1,7 +1,6 @@
 /* share.c — a memfd: its head, its ranges, and what ranks say there. */
 #include "share.h"
 
-#include "clock.h"
 #include "forks.h"
 #include "lock.h"
 #include "watch.h"

@@ -170,7 +170,7 @@ static inline uint64_t mt_share_about(const mt_share *h, mt_count what, int rank
 typedef enum mt_presence { MT_RANK_HERE, MT_RANK_LEFT, MT_RANK_DIED } mt_presence;
 
 mt_presence mt_share_presence(const mt_share *h, int rank);
-/* When a rank was found gone (clock.h): one of another machine by its speaker, one of this machine
+/* When a rank was found gone (lock.h): one of another machine by its speaker, one of this machine
  * by any; 0: it was not. */
 uint64_t    mt_share_lost_ns (const mt_share *h, int rank);
 /* Nothing more will be heard of it, without its having left. */

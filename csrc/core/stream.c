@@ -24,7 +24,6 @@
  */
 #include "stream.h"
 
-#include "clock.h"
 #include "turn.h"
 #include "worker.h"
 

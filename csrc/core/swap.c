@@ -17,7 +17,6 @@
 #include "swap.h"
 
 #include "arena.h"
-#include "clock.h"
 #include "place.h"
 #include "worker.h"
 

@@ -7,7 +7,6 @@
  */
 #include "timeline.h"
 
-#include "clock.h"
 #include "lock.h"
 
 #include <stdatomic.h>

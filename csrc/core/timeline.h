@@ -15,7 +15,7 @@
  *     n = mt_timeline_read(t, records, cap);           // those whose times are known by now
  *
  * A queue's times are stamps in that queue (dev.h); a thread's are the clock's. All are on the
- * clock of clock.h. Off, as at first, begin and end look at one flag. On, a record costs two
+ * clock of lock.h. Off, as at first, begin and end look at one flag. On, a record costs two
  * stamps. The latest MT_TIMELINE_KEPT records are kept until they are read; older ones are lost and
  * counted.
  *

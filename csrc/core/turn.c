@@ -1,7 +1,6 @@
 /* turn.c — what ranks say of their turns, and the words in which verdicts are. */
 #include "turn.h"
 
-#include "clock.h"
 #include "share.h"
 
 #include <stdio.h>

@@ -5,7 +5,6 @@
  */
 #include "update.h"
 
-#include "clock.h"
 #include "worker.h"
 
 #include <inttypes.h>

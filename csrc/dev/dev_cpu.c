@@ -16,7 +16,6 @@
  *          A wait always names operations put before it, so waits cannot form a circle.
  * Errors:  once in a queue nothing can fail here, so this device never becomes sticky.
  */
-#include "../core/clock.h"
 #include "../core/dev.h"
 #include "../core/lock.h"
 

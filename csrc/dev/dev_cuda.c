@@ -18,7 +18,6 @@
  *          context, and the runtime then answers every call with them: the first message is kept
  *          and given again.
  */
-#include "../core/clock.h"
 #include "../core/dev.h"
 #include "../core/lock.h"
 

@@ -3,7 +3,6 @@
 #include "file.h"
 
 #include "../core/arena.h"
-#include "../core/clock.h"
 #include "../core/lock.h"
 
 #include <pthread.h>

@@ -8,7 +8,6 @@
 #include "shards.h"
 
 #include "../core/arena.h"
-#include "../core/clock.h"
 #include "../core/forks.h"
 #include "../core/worker.h"
 #include "sum.h"

@@ -3,7 +3,7 @@
  * Everything that takes dt is inlined below a switch over it, so that each type has its own loops.
  */
 #include "norm.h"
-#include "../core/fpenv.h"
+#include "fpenv.h"
 #include "element.h"
 #include <math.h>
 

@@ -1,6 +1,6 @@
 /* rope.c — rope.h as it is to be read; the CUDA kernel gives the same bits. */
 #include "rope.h"
-#include "../core/fpenv.h"
+#include "fpenv.h"
 #include "element.h"
 
 #define INLINE static inline __attribute__((always_inline))

@@ -4,7 +4,7 @@
  * instruction sets. The 256 lanes are independent, so vectors of any width keep the stated order.
  */
 #include "sumsq_kernel.h"
-#include "../core/fpenv.h"
+#include "fpenv.h"
 #include "../core/portion.h"
 #ifdef MT_WITH_CUDA
 #include "accumulate_cuda.h"

@@ -1,7 +1,7 @@
 /* adam.c — checks what is asked, cuts it into chunks, and has the chosen kernel run over them. */
 #include "adam_kernel.h"
 #include "adam8_code.h"
-#include "../core/fpenv.h"
+#include "../ops/fpenv.h"
 #ifdef MT_WITH_CUDA
 #include "adam_cuda.h"
 #include "adam8_cuda.h"

@@ -6,7 +6,6 @@
  * A "gate" is a host function that holds a queue until the test opens it. CUDA may run all host
  * functions on one thread, so there is never more than one gate shut.
  */
-#include "../../csrc/core/clock.h"
 #include "opened.h"
 #include "dev_fault.h"
 

@@ -4,7 +4,6 @@
 #include "drop.h"
 #include "slow_disk.h"
 #include "toy.h"
-#include "../../csrc/core/clock.h"
 #include "../../csrc/core/disk.h"
 #include "../../csrc/io/file.h"
 

@@ -5,7 +5,6 @@
 #include "check.h"
 #include "toy.h"
 
-#include "../../csrc/core/clock.h"
 #include "../../csrc/core/relay.h"
 #include "../../csrc/core/resident_impl.h"
 #include "../../csrc/core/store_impl.h"

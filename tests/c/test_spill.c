@@ -3,7 +3,6 @@
 #include "dev_fault.h"
 #include "keeping.h"
 #include "slow_disk.h"
-#include "../../csrc/core/clock.h"
 #include "../../csrc/core/place.h"
 
 #define WINDOWS 7

@@ -1,5 +1,4 @@
 /* test_timeline.c — records of what queues did: whole, in order, bounded, and free when off. */
-#include "../../csrc/core/clock.h"
 #include "../../csrc/core/timeline.h"
 #include "dev_fault.h"
 #include "opened.h"

@@ -4,7 +4,6 @@
  */
 #include "opened.h"
 
-#include "../../csrc/core/clock.h"
 #include "../../csrc/core/portion.h"
 #include "../../csrc/core/stream.h"
 #include "../../csrc/core/turn.h"

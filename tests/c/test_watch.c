@@ -1,7 +1,6 @@
 /* test_watch.c — queues that stall on purpose: the watchdog says which, for whose sake, on what,
  * and since when; and what goes on, however slowly, is left alone. */
 #include "toy.h"
-#include "../../csrc/core/clock.h"
 #include "../../csrc/core/stream.h"
 #include "../../csrc/core/swap.h"
 #include "../../csrc/core/home.h"
