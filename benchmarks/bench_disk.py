@@ -40,6 +40,7 @@ from common import (
 
 import megatrain_torch as mt
 from megatrain_torch import _core
+from megatrain_torch.base.limits import cpus
 from megatrain_torch.model.stream import runtime_of
 
 PIECE, DEPTH, THREADS = 32 << 20, 8, 16  # as mt.stream has them
@@ -62,7 +63,7 @@ def parse_args() -> tuple[argparse.Namespace, torch.device]:
     add("--path", default=tempfile.gettempdir(), help="a directory on the drive")
     add("--gib", type=float, default=16.0 if cuda else 0.125, help="of states in the rate's file")
     add("--piece", type=int, default=PIECE if cuda else 1 << 20, help="bytes")
-    add("--threads", type=int, default=max(1, _core.build_info()["cpus"] - 1), help="of AdamW")
+    add("--threads", type=int, default=max(1, cpus() - 1), help="of AdamW")
     add("--reps", type=int, default=5)
     add("--layers", type=int, default=32 if cuda else 4)
     add("--seq", type=int, default=1024 if cuda else 64)

@@ -23,7 +23,7 @@ WORKS: dict[str, int]           # {"step": 0, "forward": 1, ...}
 __version__: str
 
 def build_info() -> dict[str, Any]:
-    """{"cuda": bool, "isa": "avx512", "isas": [...runnable...], "cpus": int, "nodes": int}"""
+    """{"cuda": bool, "isa": "avx512", "isas": [...runnable...], "nodes": int}"""
 
 class SlotHooks(Protocol):
     def held(self, slot: int) -> bool: ...

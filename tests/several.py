@@ -476,8 +476,8 @@ class Adapted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.base = nn.Linear(1024, 1024, bias=False).requires_grad_(False)
         self.more = nn.Sequential(nn.Linear(1024, 4, bias=False), nn.Linear(4, 1024, bias=False))
+        self.base = nn.Linear(1024, 1024, bias=False).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.more(x)
@@ -522,6 +522,10 @@ def frozen_at_home(rank: int, group: Any, folder: str) -> dict[str, int]:
     with torch.no_grad():
         model[1].base.weight.mul_(2.0)           # by all, in place
         plain[1].base.weight.mul_(2.0)
+    mt.save(model, opt, f"{folder}-2")
+    mt.load(model, opt, folder)
+    mt.load(model, opt, f"{folder}-2")           # where none of it is in host memory, and what comes first is trained
+    assert torch.equal(model[1].base.weight.detach().clone(), plain[1].base.weight), "loaded, frozen"
     model[2].base.weight.requires_grad_()        # it is trained from now on
     plain[2].base.weight.requires_grad_()
     for mine, p in zip(adapters, (p for m in plain for p in m.more.parameters())):

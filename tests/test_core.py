@@ -82,9 +82,8 @@ def entry(step: int = 1, hyper: tuple = HYPER) -> tuple:
 
 def test_build_info_says_what_this_processor_runs() -> None:
     info = _core.build_info()
-    assert set(info) == {"cuda", "isa", "isas", "cpus", "nodes"}
+    assert set(info) == {"cuda", "isa", "isas", "nodes"}
     assert info["isas"][0] == "scalar" and info["isa"] == info["isas"][-1]
-    assert info["cpus"] >= 1
 
 
 REFUSALS: dict[str, tuple[Callable[[Engine], object], str]] = {

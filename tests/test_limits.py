@@ -177,3 +177,20 @@ def test_a_limit_is_the_processs(others: int, others_stores: int, made: int, lim
     own.hold(limit * GIB, 30 * GIB)
     other.close()
     assert shares == [pytest.approx(room / 100)]
+
+
+@pytest.mark.parametrize(("files", "most"), [
+    ({}, None),
+    ({"proc/self/cgroup": "0::/job/step\n", "sys/fs/cgroup/job/step/cpu.max": "max 100000\n"}, None),
+    ({"proc/self/cgroup": "0::/job/step\n", "sys/fs/cgroup/job/cpu.max": "150000 100000\n"}, 2),
+    ({"proc/self/cgroup": "0::/elsewhere/deep\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"}, 1),
+    ({"proc/self/cgroup": "4:memory:/x\n3:cpu,cpuacct:/docker\n", "sys/fs/cgroup/cpu/docker/cpu.cfs_quota_us": "110000\n",
+      "sys/fs/cgroup/cpu/docker/cpu.cfs_period_us": "100000\n"}, 2),
+    ({"proc/self/cgroup": "3:cpu:/docker\n", "sys/fs/cgroup/cpu/docker/cpu.cfs_quota_us": "-1\n",
+      "sys/fs/cgroup/cpu/docker/cpu.cfs_period_us": "100000\n"}, None),
+], ids=["none", "max", "parent", "another namespace", "v1", "v1 without"])
+def test_processors_are_those_of_the_affinity_and_of_every_quota(
+        files: dict[str, str], most: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits.os, "sched_getaffinity", lambda pid: range(7))
+    found(tmp_path, files)
+    assert limits.cpus(tmp_path / "proc", tmp_path / "sys") == (most or 7)

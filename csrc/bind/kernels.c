@@ -275,8 +275,8 @@ static PyObject *py_build_info(PyObject *module, PyObject *unused)
 {
     (void)module;
     (void)unused;
-    return Py_BuildValue("{sNsssNsisi}", "cuda", PyBool_FromLong(mt_dev_cuda_built()),
-                         "isa", mt_isa_name(mt_isa_best()), "isas", isas(), "cpus", mt_cpu_count(),
+    return Py_BuildValue("{sNsssNsi}", "cuda", PyBool_FromLong(mt_dev_cuda_built()),
+                         "isa", mt_isa_name(mt_isa_best()), "isas", isas(),
                          "nodes", mt_nodes_here()->n);
 }
 
@@ -285,8 +285,7 @@ static PyObject *py_build_info(PyObject *module, PyObject *unused)
 PyMethodDef mt_kernel_methods[] = {
     { "build_info", py_build_info, METH_NOARGS,
       "build_info()\n--\n\n"
-      "{\"cuda\": bool, \"isa\": best, \"isas\": all that run here, \"cpus\": int, \"nodes\": "
-      "int}" },
+      "{\"cuda\": bool, \"isa\": best, \"isas\": all that run here, \"nodes\": int}" },
     { "adam_step", KEYWORDS(py_adam_step), METH_VARARGS | METH_KEYWORDS,
       "adam_step(tensors, clip, threads, isa)\n--\n\nAdamW on host addresses." },
     { "adam_traffic", KEYWORDS(py_adam_traffic), METH_VARARGS | METH_KEYWORDS,

@@ -6,7 +6,6 @@
 
 #include "store_impl.h"
 
-
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>

@@ -289,32 +289,27 @@ void mt__asked(uint64_t about, int *unit, unsigned *planes, int *claims)
     *claims = (about & ASKED_CLAIMS) != 0;
 }
 
-static void set_asked(mt_store *s, uint64_t n)
-{
-    MT_HOLD(&s->ledger.mu);
-    s->ledger.asked = n;
-    s->ledger.asking = n > 0;
-    pthread_cond_broadcast(&s->ledger.changed);
-}
-
 /* The other ranks' portions of these planes are in host memory when it returns. */
 static mt_status ask(mt_store *s, int unit, unsigned planes, int claims)
 {
-    mt__ledger *l = &s->ledger;
+    mt__ledger     *l = &s->ledger;
     const mt_board *b = mt_share_board(s->share);
-    int         me = mt_share_rank(s->share), served = MT_COUNT_SERVED + me;
-    uint64_t    n, about = (uint64_t)(unsigned)unit << ASKED_UNIT | (claims ? ASKED_CLAIMS : 0);
-    mt_status   st;
+    int             me = mt_share_rank(s->share), served = MT_COUNT_SERVED + me;
+    uint64_t        n, about = (uint64_t)(unsigned)unit << ASKED_UNIT | (claims ? ASKED_CLAIMS : 0);
+    mt_status       st;
 
     MT_DO(MT__LEDGER_UNTIL(s, l->asking ? 0 : (l->asking = 1), mt_store_name(s, unit),
                            "this rank's request before"));
     n = mt_share_said(s->share, MT_COUNT_ASKED, me) + 1;
-    set_asked(s, n);
+    MT_WITH(&l->mu) l->asked = n;
     mt_ledger_say(s, (mt_count)served, n, 0);            /* it has its own */
     mt_ledger_say(s, MT_COUNT_ASKED, n, about | planes);
     st = MT__LEDGER_UNTIL(s, mt_board_behind(b, served, n) == mt_share_ranks(s->share),
                           mt_store_name(s, unit), "what other ranks have of it");
-    set_asked(s, 0);
+    MT_HOLD(&l->mu);
+    l->asked = 0;
+    l->asking = 0;
+    pthread_cond_broadcast(&l->changed);
     return st;
 }
 
@@ -510,17 +505,16 @@ mt_status mt__mirror_serve(mt_store *s, uint64_t about, int *gone)
  * its own slot, and says on the board, in the word of plane HI, that they are there. A save's go
  * when all have read; others' stay until the next evict, and so they may be written. */
 
-/* Under mirror_mu, with the planes' words: those that are aloft were written if they may be. */
+/* Those that are aloft may have been written where somebody has brought them for good alone: what a
+ * save brought may be gone before it is fetched. */
 void mt__mirror_touched(mt_store *s, int unit)
 {
     mt__unit *u = mt__unit_at(s, unit);
-    int       some = mt__aloft(u, -1);
+    uint64_t  is = u->shared ? atomic_load(mt_board_plane(&u->board, MT_PLANE_HI)) : 0;
 
-    if (some)
-        some = (atomic_load(mt_board_plane(&u->board, MT_PLANE_HI)) & (BUSY | CLAIMED)) == CLAIMED;
     MT_HOLD(&s->mirror_mu);
     for (int i = 0; i < u->shape.n; i++)
-        if (some || !mt__aloft(u, i))
+        if (!mt__aloft(u, i) || (is & (BUSY | CLAIMED)) == CLAIMED)
             tell(u, i, HI, mt__aloft(u, i) ? MT_MIRROR_SET : MT_MIRROR_TOUCHED);
 }
 
@@ -697,9 +691,9 @@ static mt_status meet_evict(mt_store *s, uint64_t about, int *alike)
     mt_status       st;
 
     mt_ledger_say(s, MT_COUNT_EVICTED, n, about);
-    MT_DO(mt_ledger_meet(s, MT_COUNT_EVICTED, n, 0));
-    if (alike == NULL)
-        return MT_OK;
+    st = mt_ledger_meet(s, MT_COUNT_EVICTED, n, 0);
+    if (st != MT_OK || alike == NULL)
+        return st;
     rank = mt_board_differs(b, MT_COUNT_EVICTED, about);
     *alike = rank == mt_share_ranks(s->share) && about >> 32 != 0;
     if (rank == mt_share_ranks(s->share) ||

@@ -220,8 +220,9 @@ void mt_store_stay(mt_store *s, double seconds)
         uint32_t word = mt_share_word(s->share);
 
         while (rank < mt_share_ranks(s->share) &&
-               (rank == mt_share_rank(s->share) || mt_share_parted(s->share, rank)))
-            rank++;                      /* who has parted asks no more */
+               (rank == mt_share_rank(s->share) || mt_share_said(s->share, MT_COUNT_PARTED, rank) ||
+                mt_share_presence(s->share, rank) != MT_RANK_HERE))
+            rank++;                      /* who has parted, or left, asks no more */
         if (rank == mt_share_ranks(s->share))
             break;
         if (served != atomic_load(&s->served)) {

@@ -24,11 +24,4 @@ MT_CLOSER(mt_pool_close, mt_pool)
 int       mt_pool_threads(const mt_pool *p);
 void      mt_pool_run(mt_pool *p, mt_chunk_fn fn, void *arg, int64_t n_chunks);
 
-/* Processors this process may use (affinity and cgroup quota both counted), at least 1. */
-int mt_cpu_count(void);
-
-/* The quota part of it, a started processor counted as one, 0 without a limit. root is where
- * cgroups are mounted, self the file that says which group we are in: tests bring their own. */
-int mt__cgroup_cpus(const char *root, const char *self);
-
 #endif

@@ -59,22 +59,6 @@ mt_status mt__record(const mt_resident *r, const mt__settled *h, mt_queue *q, mt
 
 /* ---- the ferry -------------------------------------------------------------------------- */
 
-/* Bytes [from, to) of plane HI that are the rank's. */
-static mt_status portion_of(const mt_resident *r, int unit, int rank, size_t *from, size_t *to)
-{
-    return mt_portion_bytes(r->store, unit, rank, mt_share_ranks(r->cx->share), from, to);
-}
-
-/* Bytes [from, to), from the slot to the share. */
-static mt_status copy_down(const mt_resident *r, const mt__settled *h, mt_queue *q, size_t from,
-                           size_t to)
-{
-    void *hi;
-
-    MT_DO(mt_store_hi(r->store, h->unit, &hi));
-    return r->dev->ops->copy(q, (char *)hi + from, (char *)h->mem + from, to - from);
-}
-
 /* Under mu. Into the slot, from plane HI or another slot at src: of bytes [from, to) those of
  * parameters of which the host is ahead; *bytes grows by as many. The others' are in the slot, and
  * perhaps not in host memory (mirror.c). */
@@ -104,23 +88,19 @@ static mt_status copy_ahead(const mt_resident *r, const mt__settled *h, mt_queue
 static mt_status copy_portions(const mt_resident *r, const mt__settled *h, mt_queue *q, int own,
                                uint64_t *bytes)
 {
+    int    ranks = mt_share_ranks(r->cx->share);
     size_t from, to;
     void  *hi, *slot;
 
     MT_DO(mt_store_hi(r->store, h->unit, &hi));
-    for (int rank = 0; rank < mt_share_ranks(r->cx->share); rank++) {
+    for (int rank = 0; rank < ranks; rank++) {
         slot = h->slots != NULL ? h->slots[rank] : NULL;
         if (own != (h->slots != NULL ? slot == NULL : rank == mt_share_rank(r->cx->share)))
             continue;
-        MT_DO(portion_of(r, h->unit, rank, &from, &to));
+        MT_DO(mt_portion_bytes(r->store, h->unit, rank, ranks, &from, &to));
         MT_DO(copy_ahead(r, h, q, slot != NULL ? slot : hi, from, to, bytes));
     }
     return MT_OK;
-}
-
-static mt_status wait_for(mt_resident *r, int unit, mt_event *e, const char *awaits)
-{
-    return mt_watch_sync(mt_store_watch(r->store), e, mt_store_name(r->store, unit), awaits);
 }
 
 /* Under mu. One rise brings all that came before it. */
@@ -138,7 +118,8 @@ static mt_status see_step(void *arg, mt_job *node)
     mt_status    st;
 
     mt_unlock(&r->mu);
-    st = wait_for(r, h->unit, h->done, "its update on the device (the event STEPPED)");
+    st = mt_watch_sync(mt_store_watch(r->store), h->done, mt_store_name(r->store, h->unit),
+                       "its update on the device (the event STEPPED)");
     if (st == MT_OK)
         mt_ledger_update_stepped(r->store, h->unit);
     else
@@ -158,12 +139,15 @@ static mt_status end_update(void *arg, mt_job *node)
     mt_update        *u = (mt_update *)(void *)node;
     mt__settled      *h = r->units[u->j.unit];
     size_t            from, to, n, bytes = 0;
+    void             *hi;
     mt_span           span;
     mt_status         st;
 
     mt_unlock(&r->mu);
     MT_TRY(mt_ledger_check(r->store));
-    MT_TRY(portion_of(r, h->unit, mt_share_rank(r->cx->share), &from, &to));
+    MT_TRY(mt_store_hi(r->store, h->unit, &hi));
+    MT_TRY(mt_portion_bytes(r->store, h->unit, mt_share_rank(r->cx->share),
+                            mt_share_ranks(r->cx->share), &from, &to));
     /* MOVED: the weights are the update's. */
     MT_TRY(mt_edge(r->cx, MT_EDGE_MOVED, f->down, h->done));
     mt_timeline_begin(r->cx->timeline, &span, MT_LANE_THROUGH, MT_WORK_OFFLOAD, h->unit, f->down);
@@ -174,7 +158,7 @@ static mt_status end_update(void *arg, mt_job *node)
 
         for (at = at < from ? from : at, end = end > to ? to : end; at < end; at += n, bytes += n) {
             n = end - at < CHUNK ? end - at : CHUNK;
-            MT_TRY(copy_down(r, h, f->down, at, at + n));
+            MT_TRY(v->copy(f->down, (char *)hi + at, (char *)h->mem + at, n));
             MT_TRY(v->record(f->down, f->chunks[i % 2]));
             if (i++ > 0)
                 MT_TRY(v->sync_event(f->chunks[i % 2]));
@@ -183,7 +167,8 @@ static mt_status end_update(void *arg, mt_job *node)
     mt_timeline_end(r->cx->timeline, &span, bytes, f->down);
     MT_TRY(mt__record(r, h, f->down, h->lowered, &h->lowering, "weights down", DOWN));
     if (!mt_skips(r->cx, MT_EDGE_LOWERED))
-        st = wait_for(r, h->unit, h->lowered, DOWN);
+        st = mt_watch_sync(mt_store_watch(r->store), h->lowered, mt_store_name(r->store, h->unit),
+                           DOWN);
 fail:
     mt_update_over(r->store, u, st);
     mt_lock(&r->mu);
@@ -453,22 +438,6 @@ static int is_ahead(const mt_resident *r, int unit)
     return mt_mirror_any(r->store, unit, -1, HI, IS(AHEAD) | IS(TORN));
 }
 
-/* Under mu. The others' portions, in `up`. */
-static mt_status put_raise(mt_resident *r, mt__settled *h)
-{
-    mt_queue *q = r->ferry.up;
-    mt_span   span;
-    uint64_t  bytes = 0;
-
-    MT_ASSERT(mt_holds(&r->mu));
-    mt_timeline_begin(r->cx->timeline, &span, h->slots != NULL ? MT_LANE_GATHER : MT_LANE_THROUGH,
-                      MT_WORK_FETCH, h->unit, q);
-    MT_DO(copy_portions(r, h, q, 0, &bytes));
-    mt_timeline_end(r->cx->timeline, &span, bytes, q);
-    r->stats.h2d_bytes += bytes;
-    return mt__record(r, h, q, h->raised, &h->raising, "weights up", UP);
-}
-
 /* Under mu. Nothing to do when somebody was here before. In a share all that is ahead is copied
  * where some was written from outside, else what other ranks have updated. run NULL: the queue has
  * waited for it. *q: the queue that the copy was put in, which reads the share. */
@@ -492,8 +461,13 @@ static mt_status put_fetch(mt_resident *r, mt__settled *h, mt_queue *run, mt_que
     /* All that is AHEAD is STORING when it is put, so a write from then on is AHEAD again. */
     mt_mirror_tell(r->store, unit, -1, HI, MT_MIRROR_STORE);
     if (r->ferry.open && h->writes == writes) {
-        *q = r->ferry.up;
-        MT_TRY(put_raise(r, h));
+        *q = r->ferry.up;                    /* the others' portions */
+        mt_timeline_begin(r->cx->timeline, &span, h->slots != NULL ? MT_LANE_GATHER
+                          : MT_LANE_THROUGH, MT_WORK_FETCH, unit, *q);
+        MT_TRY(copy_portions(r, h, *q, 0, &bytes));
+        mt_timeline_end(r->cx->timeline, &span, bytes, *q);
+        MT_TRY(mt__record(r, h, *q, h->raised, &h->raising, "weights up", UP));
+        r->stats.h2d_bytes += bytes;
     } else {
         if (r->ferry.open)                   /* what it raised is older */
             MT_TRY(mt_edge(r->cx, MT_EDGE_RAISED, r->queue, h->raised));
@@ -807,10 +781,12 @@ static mt_status home_lower(void *arg, int unit, size_t from, size_t to)
     mt_queue    *q = r->ferry.landing;
     mt_span      span;
     size_t       n;
+    void        *hi;
     int          is_new;
     mt_status    st;
 
     MT_DO(mt__settled_find(r, unit, &h));
+    MT_DO(mt_store_hi(r->store, unit, &hi));
     mt_lock(&r->mu);
     is_new = h->writes == mt_ledger_writes(r->store, unit);  /* else the update was skipped */
     /* MOVED: a fetch of what was written may still fill the slot. */
@@ -821,7 +797,7 @@ static mt_status home_lower(void *arg, int unit, size_t from, size_t to)
     mt_timeline_begin(r->cx->timeline, &span, MT_LANE_THROUGH, MT_WORK_OFFLOAD, unit, q);
     for (size_t at = from; at < to; at += n) {
         n = to - at < CHUNK ? to - at : CHUNK;
-        MT_DO(copy_down(r, h, q, at, at + n));
+        MT_DO(r->dev->ops->copy(q, (char *)hi + at, (char *)h->mem + at, n));
         MT_DO(r->dev->ops->sync(q));
     }
     mt_timeline_end(r->cx->timeline, &span, to - from, q);

@@ -416,11 +416,6 @@ void mt_share_once(mt_share *h, mt_count count)
         mt_board_say(&h->board, (int)count, 1, 0);
 }
 
-int mt_share_parted(const mt_share *h, int rank)
-{
-    return mt_share_said(h, MT_COUNT_PARTED, rank) || mt_share_presence(h, rank) != MT_RANK_HERE;
-}
-
 void mt_share_fail(mt_share *h, const char *text)
 {
     if (!mt_share_said(h, MT_COUNT_FAILED, h->rank))

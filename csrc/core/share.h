@@ -178,7 +178,6 @@ void        mt_share_gone    (mt_share *h, int rank);
 /* This rank says 1 of FAILED, of PARTED (it asks nothing from now on, and leaves when nobody asks
  * it) or of LEFT. Once: a second call, or one behind LEFT, does nothing. */
 void        mt_share_once    (mt_share *h, mt_count count);
-int         mt_share_parted  (const mt_share *h, int rank);              /* so has this, or left */
 /* What ended this rank's work; the first stays. */
 void        mt_share_fail    (mt_share *h, const char *text);
 /* Where a rank's text is put before FAILED is said. */

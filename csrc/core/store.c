@@ -364,14 +364,24 @@ mt_status mt_store_set_states(mt_store *s, int unit, mt_states states)
     return MT_OK;
 }
 
+/* Of weights that are aloft: bytes that nobody has brought to host memory. */
+static size_t missing(const mt__unit *u)
+{
+    size_t sum = 0;
+
+    for (int i = 0; u->shared && i < u->shape.n; i++)
+        sum += mt__aloft(u, i) ? mt__weight_room(u, i) : 0;
+    return sum > 0 && atomic_load(mt_board_plane(&u->board, MT_PLANE_HI)) == 0 ? sum : 0;
+}
+
 size_t mt_store_bytes(const mt_store *s, mt_plane p)
 {
     size_t sum = 0;
 
-    if (plane_ok(p))
-        return atomic_load(&s->mapped[p]);
     for (int i = 0; i < MT_PLANE_COUNT; i++)
-        sum += atomic_load(&s->mapped[i]);
+        sum += i == (int)p || !plane_ok(p) ? atomic_load(&s->mapped[i]) : 0;
+    for (int i = 0; (p == MT_PLANE_HI || !plane_ok(p)) && i < mt_store_units(s); i++)
+        sum -= missing(mt__unit_at(s, i));
     return sum;
 }
 
@@ -811,7 +821,6 @@ mt_status mt__thin(mt_store *s, mt__unit *u, int whole)
     }
     mt_arena_keep(&a, from, to - from);
     st = mt_arena_register(&a, s->dev);
-    atomic_fetch_add(&s->mapped[MT_PLANE_HI], a.kept - pl->arena.kept);
     MT_WITH(&s->map_mu) pl->arena = a;
     return st;
 }
@@ -821,17 +830,12 @@ size_t mt_store_reserved(mt_store *s, int unit, mt_plane p)
     mt__unit        *u = mt__unit_at(s, unit);
     const mt__plane *pl;
     size_t           bytes;
-    int              aloft;
 
     if (u == NULL || !plane_ok(p))
         return 0;
-    aloft = p == MT_PLANE_HI && mt__aloft(u, -1) &&
-            atomic_load(mt_board_plane(&u->board, MT_PLANE_HI)) == 0;
     pl = &u->plane[MT__HOST][p];
     MT_HOLD(&s->map_mu);
-    bytes = pl->arena.reserved ? pl->arena.kept : 0;
-    for (int i = 0; aloft && i < u->shape.n; i++)
-        bytes += mt__aloft(u, i) ? mt__weight_room(u, i) : 0;
+    bytes = (pl->arena.reserved ? pl->arena.kept : 0) + (p == MT_PLANE_HI ? missing(u) : 0);
     for (int i = 0; u->shared && i < u->shape.n; i++)
         if (!is_own_copy(u, p, i))
             continue;

@@ -1,7 +1,6 @@
 /* watch.c — a list of waits under one lock, and the time at which anything last moved. */
 #include "watch.h"
 
-
 #include <stdio.h>
 #include <string.h>
 

@@ -23,6 +23,7 @@
 #include "../core/arena.h"
 #include "../core/lock.h"
 
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -128,9 +129,12 @@ static mt_status lock(stage_dev *d, char *p, size_t bytes)
 static mt_status add_region(stage_dev *d, char *p, size_t bytes)
 {
     region    r = { p, bytes, 1 };
-    int       small, threads = mt_cpu_count() < THREADS ? mt_cpu_count() : THREADS;
+    cpu_set_t cpus;
+    int       small, threads = THREADS;
     mt_status st;
 
+    if (sched_getaffinity(0, sizeof cpus, &cpus) == 0 && CPU_COUNT(&cpus) < THREADS)
+        threads = CPU_COUNT(&cpus);
     MT_DO(prepare(d));
     small = bytes <= MT_LOCKED(&d->mu, d->small);
     MT_DO(MT_LOCKED(&d->mu, MT_GROW(d->regions, d->room, d->n + 1, "stage")));

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -225,30 +226,46 @@ def _cgroups(proc: Path, sysfs: Path) -> tuple[list[Bound], bool]:
     """Limits of this process's memory cgroups and of those around them; whether one of them dies as a whole. Of its
     path a container may have only the part below its group mounted: what is not there is passed over."""
     found, together = [], False
-    for line in _text(proc / "self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        v2 = controllers == ""
-        if not v2 and "memory" not in controllers.split(","):
-            continue
-        root = sysfs / "fs/cgroup" if v2 else sysfs / "fs/cgroup/memory"
+    for v2, folder in _groups("memory", proc, sysfs):
         names, current, prefix = (("memory.max", "memory.high"), "memory.current", "") if v2 else \
             (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
+        # A group's page cache makes room for us, so it does not count as used.
+        stat = dict(re.findall(r"^(\S+) +(\S+)", _text(folder / "memory.stat"), re.MULTILINE))
+        cache = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+        known = {name: int(text) for name in (current, *names) if (text := _text(folder / name).strip()).isdigit()}
+        used = max(known.get(current, 0) - cache, 0)
+        for name in names:
+            limit = known.get(name, 1 << 60)
+            if limit < 1 << 60:          # v1 says 2**63 less a page where there is none
+                found.append(Bound(f"cgroup {folder.name or '/'}: {name}", limit, max(limit - used, 0),
+                                   f"raise {name} of the cgroup"))
+        together |= _text(folder / "memory.oom.group").strip() == "1"
+    return found, together
+
+
+def _groups(controller: str, proc: Path, sysfs: Path) -> Iterator[tuple[bool, Path]]:
+    """Folders of this process's group and of those around it, and whether they are of cgroups v2."""
+    for line in _text(proc / "self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = sysfs / "fs/cgroup" / (controller if controllers else "")
         here = root / path.lstrip("/")
         for folder in (here, *here.parents):
-            # A group's page cache makes room for us, so it does not count as used.
-            stat = dict(re.findall(r"^(\S+) +(\S+)", _text(folder / "memory.stat"), re.MULTILINE))
-            cache = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
-            known = {name: int(text) for name in (current, *names) if (text := _text(folder / name).strip()).isdigit()}
-            used = max(known.get(current, 0) - cache, 0)
-            for name in names:
-                limit = known.get(name, 1 << 60)
-                if limit < 1 << 60:          # v1 says 2**63 less a page where there is none
-                    found.append(Bound(f"cgroup {folder.name or '/'}: {name}", limit, max(limit - used, 0),
-                                       f"raise {name} of the cgroup"))
-            together |= _text(folder / "memory.oom.group").strip() == "1"
+            yield not controllers, folder
             if folder == root:
                 break
-    return found, together
+
+
+def cpus(proc: Path = Path("/proc"), sysfs: Path = Path("/sys")) -> int:
+    """Processors that this process may use, by its affinity and its cgroups' quotas; a started one counts."""
+    found = [len(os.sched_getaffinity(0))]
+    for v2, folder in _groups("cpu", proc, sysfs):
+        texts = _text(folder / "cpu.max").split() if v2 else \
+            [_text(folder / f"cpu.cfs_{what}_us").strip() for what in ("quota", "period")]
+        quota, period = [int(text) if text.isdigit() else 0 for text in texts] if len(texts) == 2 else (0, 0)
+        found += [-(-quota // period)] if quota and period else []       # no limit is "max", or -1
+    return min(found)
 
 
 # ---- trying --------------------------------------------------------------------------------------

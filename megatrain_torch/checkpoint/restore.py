@@ -306,7 +306,8 @@ class _Loading:
 
     def unit(self, records: list[Record]) -> None:
         opt, reads = self.opt, Reads(self.source)
-        records[0].before_write()
+        for r in records:
+            r.before_write()
         records[0].own_states()
         readers: list[Iterator[None]] = []
         for r in records:

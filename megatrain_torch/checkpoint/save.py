@@ -34,7 +34,7 @@ from torch import nn
 
 from .. import _core
 from ..base.errors import MegatrainError
-from ..base.limits import host_limits, parse_bytes, show_bytes
+from ..base.limits import cpus, host_limits, parse_bytes, show_bytes
 from ..group.control import ASIDE, calling
 from ..group.ranks import as_one
 from ..model.runtime import runtime_of
@@ -51,7 +51,7 @@ FILE_BYTES = 5 * 10**9               # of a file of tensors, at most
 # Threads. A copier sums as it copies: 2.2 to 2.9 GB/s (Zen 4 server of 2 cores). The update that follows an
 # asynchronous save waits for it, so there are as many as cores allow; of 16 cores 12 had a step wait 2.0 s for 46 GB, 4
 # another 2.3, both in memory that was used for the first time.
-COPIERS, WRITERS = max(4, min(16, _core.build_info()["cpus"] * 3 // 4)), 8
+COPIERS, WRITERS = max(4, min(16, cpus() * 3 // 4)), 8
 LEAST_BYTES = (COPIERS + WRITERS) * (4 << 20)        # of blocks on their way: one for each thread
 SPARE_BYTES = 2 << 30                # of an asynchronous save, unless it is said, or there is less
 TRIAL_BYTES, LEAST_TRIAL_BYTES = 256 << 20, 4 << 20  # that a dry run writes, to tell the disk's rate: at most, at least

@@ -27,7 +27,7 @@ from .. import _core
 from ..base import patches
 from ..base.codes import coded
 from ..base.errors import MegatrainError, check_dtype
-from ..base.limits import show_bytes
+from ..base.limits import cpus, show_bytes
 from ..base.modes import check_layers
 from ..base.units import Group, find, stored_dtype
 from ..base.units import group as grouped
@@ -385,7 +385,7 @@ def check(ranks: Ranks, module: nn.Module, groups: list[Group], choices: Choices
 
 def engine(where: torch.device, choices: Choices, ranks: Ranks | None) -> _core.Engine:
     """With nothing in it yet; of several processes on the memory that all of this machine share."""
-    threads, doors = choices.options.get("threads") or max(1, _core.build_info()["cpus"] - 1), choices.doors
+    threads, doors = choices.options.get("threads") or max(1, cpus() - 1), choices.doors
     device, index = where.type, where.index or 0
     if ranks is None:
         core = _core.Engine(device, index, threads, doors.delay_us, doors.seed)

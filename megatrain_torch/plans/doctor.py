@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from .. import _core, ops
 from ..base.errors import MegatrainError
-from ..base.limits import device_taken, host_limits, resident_bytes
+from ..base.limits import cpus, device_taken, host_limits, resident_bytes
 from ..base.modes import FORMATS, LEAST_CAPABILITY, LOW_BYTES, moved_bytes
 from ..figures.tables import as_text
 from ..fused.templates.attention import Attention
@@ -225,7 +225,7 @@ class Planes:
     def __init__(self, n: int, weight: str, grad: str, states: str = "fp32", shared: bool = False) -> None:
         """shared: in memory as several processes have it together."""
         self.n, self.types, self.states = n, (_core.DTYPES[weight], _core.DTYPES[grad]), _core.STATES[states]
-        threads = _core.build_info()["cpus"]
+        threads = cpus()
         if shared:
             fd = _core.share()
             engine = _core.Engine("cpu", 0, threads, 0, 0, share=fd, rank=0, ranks=1)
@@ -297,7 +297,7 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
     """This machine. Of the CPU device with toy sizes, in a second or two. say: is told what is measured next. disk: a
     directory on the drive that states may go to; None: a drive is described, not measured."""
     cuda = device.type == "cuda"
-    sizes, cpus, host = CUDA if cuda else CPU, _core.build_info()["cpus"], host_limits().in_all
+    sizes, here, host = CUDA if cuda else CPU, cpus(), host_limits().in_all
     if cuda:
         synchronize(device)
         torch.cuda.empty_cache()
@@ -313,7 +313,7 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
     say("copies")
     rates |= copy_rates(device, sizes.copy_bytes, sizes.least_s)
     say("AdamW")
-    counts = sorted({1, max(1, cpus // 2), max(1, cpus - 1)})
+    counts = sorted({1, max(1, here // 2), max(1, here - 1)})
 
     def gparams(states: str, counts: list[int]) -> list[float]:
         planes, here = Planes(sizes.parameters, "BF16", "BF16", states), torch.device("cpu")
@@ -484,7 +484,7 @@ def main(device_type: str, gpus: int, folder: Path, rank: int) -> None:
 
     # By how much products take longer beside an exchange, in turn: a card that grows warm slows down.
     lost = statistics.median(seconds(beside) - seconds(products) for _ in range(3))
-    planes, threads = Planes(parameters, "BF16", "BF16", shared=True), max(1, _core.build_info()["cpus"] // gpus)
+    planes, threads = Planes(parameters, "BF16", "BF16", shared=True), max(1, cpus() // gpus)
     update = seconds(lambda: planes.update(threads))
     if rank == 0:
         (folder / "rates.json").write_text(json.dumps({

@@ -1,4 +1,4 @@
-/* test_pool.c — pool.h: every chunk once, one loop at a time, as many threads as processors. */
+/* test_pool.c — pool.h: every chunk once, one loop at a time among several callers. */
 #include "check.h"
 
 #include "../../csrc/core/pool.h"
@@ -163,83 +163,4 @@ TEST(idle_pool_costs_nothing)
     usleep(50000);
     CHECK(cpu_ns() - before < 10000000);     /* of 100 ms that two spinning workers would take */
     mt_pool_close(p);
-}
-
-/* ---- processors ------------------------------------------------------------------------- */
-
-TEST(cpu_count_honours_affinity)
-{
-    cpu_set_t all, one;
-
-    CHECK(mt_cpu_count() >= 1);
-    REQUIRE(sched_getaffinity(0, sizeof all, &all) == 0);
-    CHECK(mt_cpu_count() <= CPU_COUNT(&all));
-    CPU_ZERO(&one);
-    for (size_t i = 0; i < CPU_SETSIZE && CPU_COUNT(&one) == 0; i++)
-        if (CPU_ISSET(i, &all))
-            CPU_SET(i, &one);
-    REQUIRE(sched_setaffinity(0, sizeof one, &one) == 0);
-    CHECK_EQ(mt_cpu_count(), 1);
-    REQUIRE(sched_setaffinity(0, sizeof all, &all) == 0);
-}
-
-/* A made-up /proc/self/cgroup and cgroup file system in a temporary directory. */
-static char box[] = "/tmp/mt_test_pool_XXXXXX";
-
-static void box_write(const char *name, const char *text)
-{
-    char  path[256];
-    FILE *f;
-
-    for (const char *slash = strchr(name, '/'); slash != NULL; slash = strchr(slash + 1, '/')) {
-        (void)snprintf(path, sizeof path, "%s/%.*s", box, (int)(slash - name), name);
-        (void)mkdir(path, 0700);
-    }
-    (void)snprintf(path, sizeof path, "%s/%s", box, name);
-    REQUIRE((f = fopen(path, "w")) != NULL);
-    (void)fputs(text, f);
-    (void)fclose(f);
-}
-
-static int box_cpus(const char *self)
-{
-    char path[256];
-
-    box_write("self", self);
-    (void)snprintf(path, sizeof path, "%s/self", box);
-    return mt__cgroup_cpus(box, path);
-}
-
-static void box_remove(void)
-{
-    char command[64];
-
-    (void)snprintf(command, sizeof command, "rm -r %s", box);
-    CHECK_EQ(system(command), 0);
-}
-
-TEST(cpu_count_honours_cgroup_quotas)
-{
-    REQUIRE(mkdtemp(box) != NULL);
-    CHECK_EQ(mt__cgroup_cpus(box, "/nonexistent"), 0);
-    CHECK_EQ(box_cpus("0::/job/step\n"), 0);                 /* nothing mounted */
-
-    box_write("job/step/cpu.max", "max 100000\n");
-    CHECK_EQ(box_cpus("0::/job/step\n"), 0);
-    box_write("job/cpu.max", "350000 100000\n");             /* a parent's limit counts */
-    CHECK_EQ(box_cpus("0::/job/step\n"), 4);
-    box_write("job/step/cpu.max", "50000 100000\n");
-    CHECK_EQ(box_cpus("0::/job/step\n"), 1);
-    box_write("cpu.max", "200000 100000\n");                 /* the path of another namespace */
-    CHECK_EQ(box_cpus("0::/elsewhere/deep\n"), 2);
-
-    box_write("cpu/docker/cpu.cfs_quota_us", "300000\n");
-    box_write("cpu/docker/cpu.cfs_period_us", "100000\n");
-    CHECK_EQ(box_cpus("4:memory:/x\n3:cpu,cpuacct:/docker\n2:cpuset:/docker\n"), 3);
-    box_write("cpu/docker/cpu.cfs_quota_us", "-1\n");
-    CHECK_EQ(box_cpus("3:cpuacct,cpu:/docker\n"), 0);
-    box_write("cpu/cpu.cfs_quota_us", "1000\n");
-    box_write("cpu/cpu.cfs_period_us", "100000\n");
-    CHECK_EQ(box_cpus("3:cpu:/\n"), 1);
-    box_remove();
 }
