@@ -453,8 +453,9 @@ static mt_status put_fetch(mt_resident *r, mt__settled *h, mt_queue *run, mt_que
     *q = r->queue;
     if (!is_ahead(r, unit))
         return MT_OK;
+    /* In a share what is not on the host is as it is here. */
     if (mt_mirror_any(r->store, unit, -1, HI,
-                      (r->ferry.open ? 0 : IS(STALE)) | IS(LOADING) | IS(TORN)))
+                      IS(TORN) | (r->ferry.open ? 0 : IS(STALE) | IS(LOADING))))
         return MT_FAIL(MT_ESTATE, "unit %s: its weights were written on the host where they were "
                        "older than the device's; they must be brought before",
                        mt_store_name(r->store, unit));
