@@ -347,6 +347,7 @@ def refused(rank: int, group: Any, what: str) -> str:
 def memory(rank: int, group: Any, dtype: torch.dtype = torch.float32) -> tuple[int, int]:
     """Bytes of the store that are this process's; and in memory of what is shared, pages by the number who have them.
     """
+    gc.collect()                         # models that an exception has held go
     model = mt.stream(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).to(dtype), "cpu", group=group)
     opt = mt.AdamW(model.parameters())
     update(model(torch.ones(1, 1024, dtype=dtype)).sum(), opt)
@@ -483,8 +484,9 @@ class Adapted(nn.Module):
         return self.base(x) + self.more(x)
 
 
-def frozen_at_home(rank: int, group: Any, folder: str) -> dict[str, int]:
-    """Bytes of what is shared, of all processes, while frozen weights are at home on all devices."""
+def frozen_at_home(rank: int, group: Any, folder: str, together: bool) -> dict[str, int]:
+    """Bytes of what is shared, of all processes, while frozen weights are at home on all devices; together with trained
+    ones in a unit, or each in its own."""
     found: dict[str, int] = {}
     torch.manual_seed(1)
     wanted = [Adapted() for _ in range(4)]
@@ -502,7 +504,8 @@ def frozen_at_home(rank: int, group: Any, folder: str) -> dict[str, int]:
     def step() -> None:
         update(model(torch.linspace(-1, 1, 1024).expand(2, -1)).square().mean(), opt)
 
-    model = mt.stream(nn.Sequential(*wanted), "cpu", plan={"homes": "vram"}, group=group)
+    model = mt.stream(nn.Sequential(*wanted), "cpu", plan={"homes": "vram"}, group=group,
+                      units=wanted if together else None)
     opt = mt.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2, max_grad_norm=1.0)
     note("streamed")
     step()

@@ -581,9 +581,10 @@ def test_one_model_in_memory(pool: Pool, dtype: torch.dtype, each: int) -> None:
     assert one * 0.99 < sum(pss for _, pss in pool.call("several:memory", 4, dtype)) < one * 1.05
 
 
-def test_frozen_weights_at_home_on_all_gpus_take_no_host_memory(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("together", [False, True])
+def test_frozen_weights_at_home_on_all_gpus_take_no_host_memory(pool: Pool, tmp_path: Path, together: bool) -> None:
     """Four matrices of 4 MiB. A reader has one unit's; a save's go when it is over."""
-    for found in pool.call("several:frozen_at_home", 2, str(tmp_path / "c")):
+    for found in pool.call("several:frozen_at_home", 2, str(tmp_path / "c"), together):
         mib = {what: n / 2**20 for what, n in found.items()}
         assert all(mib[what] < 2 for what in ("streamed", "trained", "adapters read", "saved")), mib
         assert 4 <= mib["one read"] < 6, mib

@@ -306,8 +306,7 @@ class _Loading:
 
     def unit(self, records: list[Record]) -> None:
         opt, reads = self.opt, Reads(self.source)
-        for r in records:
-            r.before_write()
+        records[0].before_write()
         records[0].own_states()
         readers: list[Iterator[None]] = []
         for r in records:
