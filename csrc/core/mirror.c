@@ -563,12 +563,13 @@ static mt_status lower(mt_store *s, int unit, int param, int claims)
             mt_mirror_leave(s, unit);
         }
         set_words(&a, st == MT_OK);
-    } else if (st == MT_OK) {
-        MT_HOLD(&s->mirror_mu);
-        tell_aloft(u, MT_MIRROR_LOAD);
-        tell_aloft(u, MT_MIRROR_LOADED);
     }
-    return st;
+    if (st != MT_OK)
+        return st;
+    MT_HOLD(&s->mirror_mu);              /* also what a save's end has just told to be gone */
+    tell_aloft(u, MT_MIRROR_LOAD);
+    tell_aloft(u, MT_MIRROR_LOADED);
+    return MT_OK;
 }
 
 /* all: the other ranks' portions too, without the door, since they may be asking for the same. On
@@ -685,9 +686,11 @@ mt_status mt_mirror_release(mt_store *s, int unit)
 {
     mt__unit *u = mt__unit_at(s, unit);
 
-    if (u != NULL && atomic_load(&u->mirror.aloft) != NULL &&
-        !(atomic_load(mt_board_plane(&u->board, MT_PLANE_HI)) & CLAIMED))
-        MT_WITH(&s->mirror_mu) tell_aloft(u, MT_MIRROR_EVICTED);
+    if (u != NULL && atomic_load(&u->mirror.aloft) != NULL) {
+        MT_HOLD(&s->mirror_mu);
+        if (!(atomic_load(mt_board_plane(&u->board, MT_PLANE_HI)) & CLAIMED))
+            tell_aloft(u, MT_MIRROR_EVICTED);
+    }
     return drop(s, unit, 0);
 }
 
@@ -698,10 +701,12 @@ static uint64_t rising(mt_store *s, const mt__unit *u, unsigned char *rise)
 
     MT_HOLD(&s->mirror_mu);
     for (int i = 0; i < u->shape.n && u->mirror.copies != NULL; i++) {
+        unsigned is = 1u << *copy_at(u, MT_PLANE_HI, i);
+
         rise[i] = (home_of(u)->later & HI) && !mt_share_is_apart(s->share) &&
                   !mt_store_trainable(s, u->number, i) && u->shape.desc[i].numel > 0 &&
-                  (is_aloft(u, i) || *copy_at(u, MT_PLANE_HI, i) == MT_MIRROR_FRESH);
-        all = rise[i] ? mt_alike_mix(all, (uint64_t)i) : all;
+                  (is & (IS(FRESH) | (is_aloft(u, i) ? IS(STALE) : 0)));
+        all = rise[i] ? mt_alike_mix(all, (uint64_t)i + 1) : all;
     }
     return all >> 32;
 }

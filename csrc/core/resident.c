@@ -11,8 +11,9 @@
  * rank has the whole weights of a settled unit in a slot, and updates its own portion there. The
  * others copy that portion from slot to slot, where slots are within each other's reach (NVLink, or
  * peer access over PCIe): 2 (N - 1) / N bytes of a parameter. It also goes down to the share, where
- * every process reads weights whatever the unit's home: 2 / N bytes. Ranks whose slots are out of
- * reach fetch it up from there. Other machines' portions come into the slot of who speaks for their
+ * every process reads weights whatever the unit's home: 2 / N bytes. Only what was updated moves:
+ * frozen weights are the same in all slots, and not in host memory (mirror.c). Ranks whose slots are
+ * out of reach fetch it up from there. Other machines' portions come into the slot of who speaks for their
  * rank (relay.h), and go down to the share from there. No rank waits at a collective.
  *
  * Units are raised in the order in which their updates were put, ahead of their windows; an await
@@ -478,8 +479,8 @@ static mt_status put_back(mt_resident *r, const mt__settled *h, mt_queue *q)
     return MT_OK;
 }
 
-/* Under mu. Nothing to do when somebody was here before. In a share all of it is copied where it
- * was written from outside, else what other ranks have updated. run NULL: the queue has waited for
+/* Under mu. Nothing to do when somebody was here before. Copied is of what the host is ahead; in a
+ * share, where nothing was written from outside, what other ranks have updated. run NULL: the queue has waited for
  * it. *q: the queue that the copy was put in, which reads the share. */
 static mt_status put_fetch(mt_resident *r, mt__settled *h, mt_queue *run, mt_queue **q)
 {
@@ -623,6 +624,7 @@ static mt_status home_take(void *arg, int unit, mt_queue *run)
     /* FETCHED: the copy reads what is then given back. */
     if (!mt_skips(r->cx, MT_EDGE_FETCHED))
         MT_DO(wait_done(r, h));
+    MT_DO(mt_resident_raised(r));            /* its copies read what evict unlocks */
     return mt_mirror_evict(r->store, unit);
 }
 

@@ -830,6 +830,8 @@ size_t mt_store_reserved(mt_store *s, int unit, mt_plane p)
         return 0;
     pl = &u->plane[MT__HOST][p];
     aloft = atomic_load(&u->mirror.aloft);
+    if (aloft != NULL && atomic_load(mt_board_plane(&u->board, MT_PLANE_HI)) != 0)
+        aloft = NULL;                    /* they are there */
     MT_HOLD(&s->map_mu);
     bytes = pl->arena.reserved ? pl->arena.kept : 0;
     for (int i = 0; p == MT_PLANE_HI && aloft != NULL && i < u->shape.n; i++)

@@ -129,7 +129,9 @@ class Record:
 
     def _want_weights(self) -> None:
         rt = self.runtime
-        if rt.homes.away(self.unit):
+        # Of several processes trained weights that live on the GPUs are in host memory too.
+        there = rt.ranks is not None and self.was_trainable and self.unit in rt.homes.settled
+        if rt.homes.away(self.unit) and not there:
             rt.room.weights(rt.core, self.unit)
 
     def wait_used(self) -> None:

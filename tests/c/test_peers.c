@@ -1452,12 +1452,14 @@ static void *read_frozen(void *arg)
     CHECK_OK(mt_mirror_read(r->cx.store, 0, 0));             /* one that is trained */
     meet(r);
     CHECK_EQ(blocks(r), there);
-    for (int u = 0; u < UNITS; u++)
+    for (int u = 0; u < UNITS; u++) {
+        CHECK(mt_store_reserved(r->cx.store, u, MT_PLANE_HI) > 0);
         CHECK_OK(mt_ledger_save_begin(r->cx.store, u));
+    }
+    meet(r);
     for (int k = 0; k < UNITS; k++) {        /* a save's, which all read at once */
         int u = (k + r->rank) % UNITS;
 
-        CHECK(mt_store_reserved(r->cx.store, u, MT_PLANE_HI) > 0);
         CHECK_OK(mt_mirror_peek(r->cx.store, u, hi));
         CHECK(is_right(r, u));
     }
