@@ -28,7 +28,7 @@ from ..templates.decoder import Embedding, LoneNorm
 from ..templates.moe import Facts
 from ..templates.parts import Linears, Norm, Unfit, roles_of
 from .experts import expert_rows, experts_down, opaque_ops
-from .values import Functions, Values, operands, repeated
+from .values import Values, attention, linear, operands, repeated
 
 TELLER = logging.getLogger("torch._subclasses.fake_tensor")
 
@@ -135,9 +135,9 @@ def _logits(q: Tensor, k: Tensor, mask: Tensor | None, scale: float, cap: float 
     return w if mask is None else w + mask
 
 
-def spelled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float = 0.0) -> Tensor:
-    w = F.softmax(_logits(q, k, mask, scale, cap), dim=-1, dtype=torch.float32).to(q.dtype)
-    return torch.matmul(w, repeated(v, q.shape[1] // v.shape[1]))
+def spelled(logits: Tensor, v: Tensor) -> Tensor:
+    w = F.softmax(logits, dim=-1, dtype=torch.float32).to(v.dtype)
+    return torch.matmul(w, repeated(v, w.shape[1] // v.shape[1]))
 
 
 def with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor) -> Tensor:
@@ -150,8 +150,9 @@ def with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: floa
 
 def with_sinks_behind(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor) -> Tensor:
     """The same by the share of a row that its sink leaves: sigmoid(lse - sink)."""
-    share = (torch.logsumexp(_logits(q, k, mask, scale), dim=-1) - sinks.view(1, -1, 1)).to(torch.float32).sigmoid()
-    out = spelled(q, k, v, mask, scale)
+    logits = _logits(q, k, mask, scale)
+    share = (torch.logsumexp(logits, dim=-1) - sinks.view(1, -1, 1)).to(torch.float32).sigmoid()
+    out = spelled(logits, v)
     return out * share.unsqueeze(-1).to(out.dtype)
 
 
@@ -197,11 +198,14 @@ class Proof(torch.fx.Interpreter):
         self._named, self._atoms = named, {}
         self._fakes = {id(t): graph.inputs[name][1] for name, t in graph.real.items() if isinstance(t, Tensor)}
         self._sizes = _sizes(graph)
-        self.values.symbols = {str(n): str(s) for s, n in self._sizes.items() if n in _PRIMES}
+        self.values.symbols = {str(n): str(s) for s, n in self._sizes.items()}
+        opaque = (F.linear, linear), (F.scaled_dot_product_attention, attention), *zip(
+            opaque_ops(), (expert_rows, experts_down))
+        self._opaque = {target: partial(run, self.values) for target, run in opaque} | {cached(): self.gather}
 
     def size(self, n: Any) -> Any:
         """A number that the graph is given, with a prime for each of its symbols."""
-        return int(n.node.expr.xreplace(self._sizes)) if self._sizes and isinstance(n, torch.SymInt) else n
+        return int(n.node.expr.xreplace(self._sizes)) if isinstance(n, torch.SymInt) else n
 
     def atom(self, real: Tensor) -> Tensor:
         """The fake tensor that stands for a weight, an input or a buffer."""
@@ -219,10 +223,9 @@ class Proof(torch.fx.Interpreter):
         given."""
         self.gathered.clear()
         device = next((t.device.type for t in self._fakes.values()), "cpu")
-        # One thread: of fake CUDA tensors' backward a thread of autograd's would ask the symbols, with no frame of
-        # Python's above it, which torch's guards (2.11) need to say where they were made.
+        # One thread: the modes are this one's, and fake CUDA tensors' backward would be another's.
         with torch.enable_grad(), torch.autocast(device, enabled=False), self.read.fake, self.values, \
-                Functions(self.values), torch.autograd.set_multithreading_enabled(False):
+                torch.autograd.set_multithreading_enabled(False):
             y = run()
             with torch.no_grad():
                 dy = torch.empty_like(y)
@@ -233,8 +236,9 @@ class Proof(torch.fx.Interpreter):
                 grads = torch.autograd.grad(y, leaves, dy, allow_unused=True)
             return [self.values.of(y), *(None if g is None else self.values.of(g) for g in grads), *self.gathered]
 
-    def gather(self, *tensors: Tensor) -> None:
+    def gather(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         self.gathered += map(self.values.of, tensors)
+        return tensors
 
     def choose(self, what: str, candidates: Iterable[Any], run: Callable[[Any], Any]) -> tuple[Any, Any]:
         """The first candidate of which `run` gives what the module's own code has too, and that; else Unfit."""
@@ -284,11 +288,8 @@ class Proof(torch.fx.Interpreter):
         return super().run_node(node)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is cached():
-            self.gather(*args)
-            return args
-        run = dict(zip(opaque_ops(), (expert_rows, experts_down))).get(target)
-        return super().call_function(target, args, kwargs) if run is None else run(self.values, *args, **kwargs)
+        run = self._opaque.get(target)
+        return super().call_function(target, args, kwargs) if run is None else run(*args, **kwargs)
 
     # ---- what a template means ----
 
@@ -330,11 +331,11 @@ class Proof(torch.fx.Interpreter):
     def _linear(self, linears: Linears, x: Tensor, number: int = 0) -> Tensor:
         """One of those that stand side by side, with what its adapters add."""
         weight, biases = linears.weights[number], linears.biases
-        y = F.linear(x, self.w[weight], self.w[biases[number]] if biases else None)
+        y = linear(self.values, x, self.w[weight], self.w[biases[number]] if biases else None)
         dtype = y.dtype
         for adapter in linears.adapters.get(weight, ()):
             a, b = self.w[adapter.a], self.w[adapter.b]
-            more = F.linear(F.linear(x.to(a.dtype), a), b) * adapter.scale
+            more = linear(self.values, linear(self.values, x.to(a.dtype), a), b) * adapter.scale
             y = y + (more.to(y.dtype) if adapter.rounds else more)
         return y.to(dtype)
 
@@ -348,13 +349,12 @@ class Proof(torch.fx.Interpreter):
         a, mask = self.a, self.mask
         q, k, v = (self._latent_heads if a.latent else self._own_heads)(x)
         if a.kind == "sdpa":
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=a.scale, enable_gqa=True,
-                                                 is_causal=a.causal and mask is None)
+            out = attention(self.values, q, k, v, mask, 0.0, a.causal and mask is None, a.scale, enable_gqa=True)
         elif a.sinks:
             out = self.choose("attention with sinks", (with_sinks, with_sinks_behind),
                               lambda form: form(q, k, v, mask, a.scale, self.w[a.sinks]))[1]
         else:
-            out = spelled(q, k, v, mask, a.scale, a.cap)
+            out = spelled(_logits(q, k, mask, a.scale, a.cap), v)
         return out.transpose(1, 2).reshape(*x.shape[:-1], a.o.inputs)
 
     def _own_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -437,7 +437,7 @@ class Proof(torch.fx.Interpreter):
         r, choose = self.mlp.router, partial(self.choose, "its router")
         read = [b, self.w[r.weight], *([self.w[r.bias]] if r.bias else [])]
         # In fp32, which a router's fp32 weights make of a 16-bit layer's input too, as some families have them.
-        wide, logits = choose((True, False), lambda wide: F.linear(*(t.float() if wide else t for t in read)))
+        wide, logits = choose((True, False), lambda wide: linear(self.values, *(t.float() if wide else t for t in read)))
         (kind, _), found = choose((
             ("sigmoid", lambda: logits.float().sigmoid()),
             ("softmax", lambda: F.softmax(logits.float(), dim=-1)),
@@ -477,45 +477,27 @@ class Proof(torch.fx.Interpreter):
 
 
 def _sizes(graph: Graph) -> dict[Any, Any]:
-    """A prime for each symbol of the graph's sizes, in the order of the sizes that were read; {}: none that will do.
+    """A prime for each symbol of the graph's sizes, in the order of the sizes that were read; Unfit: none will do.
 
     Large primes tell sizes apart in products and sums as symbols do, and a run on them takes a sixth of the time. What
     dynamo found to hold of the symbols has to hold of the primes, so that no size takes another way than was read. Code
-    that computes with sizes in other ways needs symbols: S // 10^6 is 0 for a prime, and one less than it is a number.
+    that computes with sizes in other ways is refused: S // 10^6 is 0 for a prime, and one less than it is a number.
     """
     env, code = graph.fake.shape_env, graph.module.code
-    symbols: dict[Any, int] = {}
-    used: set[Any] = set()
-    for _, value in graph.inputs.values():
-        for n in value.shape if isinstance(value, Tensor) else (value,):
-            if isinstance(n, torch.SymInt):
-                used |= n.node.expr.free_symbols
-                if n.node.expr.is_Symbol:
-                    symbols[n.node.expr] = n.node.hint           # asks for no guard, as int(n) would
-    # The width of angles, of which code takes a half: broadcasting has found that twice the half is a number.
-    pinned = {n: sympy.Integer(symbols.pop(n)) for guard in env.guards
-              if (n := _pinned(env.replace(guard.expr))) in symbols}
+    read = [n.node for _, value in graph.inputs.values() for n in (value.shape if isinstance(value, Tensor) else [value])
+            if isinstance(n, torch.SymInt)]
+    symbols = {n.expr: n.hint for n in read if n.expr.is_Symbol}     # asks for no guard, as int(n) would
     for node in graph.module.graph.nodes:
         value = node.meta.get("example_value")
-        if (isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
-                and node.op not in ("placeholder", "output") and node.target not in _EXACT
-                and not value.node.expr.free_symbols <= pinned.keys()):
-            return {}
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and value.node.expr.free_symbols \
+                and node.op not in ("placeholder", "output") and node.target not in _EXACT:
+            raise Unfit(f"it computes with its sizes: {node.target}")
     primes = dict(zip(sorted(symbols, key=lambda s: (symbols[s], str(s))), _PRIMES))
-    sizes = primes | pinned
-    return sizes if (
-        sizes.keys() == used and not any(str(p) in code for p in primes.values())
-        and all(p in env.var_to_range[s] for s, p in primes.items())
-        and all(env.replace(guard.expr).xreplace(sizes) == sympy.true for guard in env.guards)) else {}
-
-
-def _pinned(guard: Any) -> Any:
-    """The symbol of which the guard says what it is, but for whether it is odd; else None."""
-    parts = [*sympy.preorder_traversal(guard)]
-    symbols = [p for p in parts if p.is_Symbol]
-    plain = all(p.is_Symbol or p.is_Integer or type(p).__name__ in ("Add", "Mul", "CleanDiv")
-                or (type(p).__name__ == "FloorDiv" and p.args[1] == 2) for p in parts[1:])
-    return symbols[0] if isinstance(guard, sympy.Eq) and len(symbols) == 1 and plain else None
+    if not all(n.expr.free_symbols <= primes.keys() for n in read) or any(str(p) in code for p in primes.values()) \
+            or not all(p in env.var_to_range[s] for s, p in primes.items()) \
+            or not all(env.replace(guard.expr).xreplace(primes) == sympy.true for guard in env.guards):
+        raise Unfit("it asks more of its sizes than primes have")
+    return primes
 
 
 _EXACT = ("size", "numel", getattr, operator.getitem, operator.mul)

@@ -1,8 +1,8 @@
 """What a computation gives, as numbers: equal expressions have equal numbers.
 
-A module's own forward, and its backward, run on fake tensors, whose sizes are primes. Every tensor that an operation
-gives has the number of its expression: the operation, the numbers of what it reads, its constants to the bit, its
-sizes. Two computations that give equal numbers are the same computation, for every input and every size; no graph is
+A module's own forward, and its backward, run on fake tensors, whose sizes are primes (prove.py). Every tensor that an
+operation gives has the number of its expression: the operation, the numbers of what it reads, its constants to the bit,
+its sizes. Two computations that give equal numbers are the same computation, for every input and every size; no graph is
 matched.
 
 Expressions have a normal form, which is small: copies, detached and contiguous tensors are what they are copies of;
@@ -21,20 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ..templates.parts import Unfit
 
 aten = torch.ops.aten
-_ALL = 1 << 62                   # slices that end here or beyond end with their dimension
-Shape = tuple[str, ...]
+Shape = tuple[int, ...]
 Key = tuple[Any, ...]            # an expression: (operation, ...), operands as ("#", number)
-
-
-def _shape(t: Tensor) -> Shape:
-    return tuple(map(str, t.shape))
 
 
 def operands(key: Any) -> Iterator[int]:
@@ -83,7 +77,7 @@ class Values(TorchDispatchMode):
 
     def atom(self, name: str, t: Tensor) -> Tensor:
         """A tensor that nothing makes: an input, a weight, a buffer."""
-        self.put(t, self.number(("atom", name, str(t.dtype)), _shape(t)))
+        self.put(t, self.number(("atom", name, str(t.dtype)), t.shape))
         self._outlive.add(t.untyped_storage()._cdata)
         return t
 
@@ -106,7 +100,7 @@ class Values(TorchDispatchMode):
     def told(self, number: int, depth: int = 2) -> str:
         """The expression in a few words."""
         def part_told(part: Any) -> str:
-            if type(part) is not tuple:
+            if not isinstance(part, tuple):
                 return self.symbols.get(str(part), str(part))
             if len(part) == 2 and part[0] == "#":
                 return self.told(part[1], depth - 1) if depth else "…"
@@ -135,7 +129,7 @@ class Values(TorchDispatchMode):
         return out
 
     def _name(self, out: Tensor, key: Key | int) -> int:
-        number = self.number(key, _shape(out))
+        number = self.number(key, out.shape)
         self.places.setdefault(number, self.place)
         self.put(out, number)
         return number
@@ -156,7 +150,7 @@ class Values(TorchDispatchMode):
         name = name.removesuffix("_") if func._schema.is_mutable else name
         rest = tuple((k, self._operand(v)) for k, v in sorted(kwargs.items()) if isinstance(v, Tensor) or
                      k not in ("device", "layout", "pin_memory", "memory_format", "generator"))
-        return name, *map(self._operand, args), rest, str(out.dtype), _shape(out)
+        return name, *map(self._operand, args), rest, str(out.dtype), out.shape
 
     def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A write in place is its function's expression, and the target's number from then on."""
@@ -190,16 +184,16 @@ class Values(TorchDispatchMode):
         apart = all(at is not None and (at == (0, whole.shape[-1]) or at[1] <= begin or end <= at[0]) for at in places)
         if func._schema.name != "aten::copy_" or whole is None or not apart:
             raise Unfit(f"it writes by {func._schema.name} into memory that other tensors share")
-        number = self.number(self._copied(args[1], target), _shape(target))
-        renewed = self.number(self._with_columns(whole, (begin, end), number), _shape(whole))
+        number = self.number(self._copied(args[1], target), target.shape)
+        renewed = self.number(self._with_columns(whole, (begin, end), number), whole.shape)
         out = func(*args, **kwargs)
         for t in (*(t for t in others if t.shape == whole.shape), target, out):
             self.put(t, number if t is target or t is out else renewed)
         return out
 
     def _copied(self, source: Tensor, target: Tensor) -> Key | int:
-        if _shape(source) != _shape(target):
-            return "copy", self._operand(source), _shape(target), str(target.dtype)
+        if source.shape != target.shape:
+            return "copy", self._operand(source), target.shape, str(target.dtype)
         return self._cast(None, (source,), {}, target)
 
     def _with_columns(self, whole: Tensor, at: tuple[int, int], source: int) -> Key:
@@ -209,14 +203,14 @@ class Values(TorchDispatchMode):
         base, parts = (key[1][1], key[2]) if key[0] == "columns" else (number, ())
         parts = sorted([*(part for part in parts if part[0] != at), (at, ("#", source))])
         if sum(end - begin for (begin, end), _ in parts) < whole.shape[-1]:
-            return "columns", ("#", base), tuple(parts), _shape(whole)
+            return "columns", ("#", base), tuple(parts), whole.shape
         terms = [self._placed(n, whole.dim() - 1, begin, end, whole) for (begin, end), (_, n) in parts]
         return _joined("+", terms, whole)
 
     def _placed(self, number: int, dim: int, begin: Any, end: Any, out: Tensor) -> Any:
         """A term of a sum: a part of it in its place among zeros."""
-        key = "slice_backward", ("#", number), dim, str(begin), str(end), "1", _shape(out)
-        return "#", self.number(key, _shape(out))
+        key = "slice_backward", ("#", number), dim, begin, end, 1, out.shape
+        return "#", self.number(key, out.shape)
 
     # ---- the normal form: copies and views ----
 
@@ -236,7 +230,7 @@ class Values(TorchDispatchMode):
     def _view(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key | int:
         if args[0].dtype != out.dtype:                       # the same bits, read as another type
             return self._plain(func, args, kwargs, out)
-        return self._viewed(self.of(args[0]), _shape(out))
+        return self._viewed(self.of(args[0]), out.shape)
 
     def _permute(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key | int:
         number, order = self.of(args[0]), [d % args[0].dim() for d in args[1]]
@@ -254,34 +248,28 @@ class Values(TorchDispatchMode):
 
     def _expand(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key | int:
         number = self.of(args[0])
-        return number if self.shapes[number] == _shape(out) else ("expand", ("#", number), _shape(out))
+        return number if self.shapes[number] == out.shape else ("expand", ("#", number), out.shape)
 
     # ---- slices ----
 
     def _slice_of(self, t: Tensor, dim: int, start: Any, end: Any, step: Any) -> Key | int:
-        """start, end: None, numbers or symbols; ends beyond the dimension, and those from the back, are made plain."""
-        dim, size = dim % t.dim(), t.shape[dim]
-        start = 0 if start is None else start
-        end = size if end is None or (type(end) is int and end >= _ALL) else end
-        if type(size) is int:
-            start, end = (min(max(v + size if v < 0 else v, 0), size) if type(v) is int else v for v in (start, end))
-        number = self.of(t)
-        if str(start) == "0" and str(end) == str(size) and step == 1:
+        dim, number = dim % t.dim(), self.of(t)
+        start, end, step = slice(start, end, step).indices(t.shape[dim])
+        if (start, end, step) == (0, t.shape[dim], 1):
             return number
-        plain = step == 1 and type(start) is int and type(end) is int
         kind, *rest = self.keys[number]
-        if kind == "columns" and dim == t.dim() - 1 and plain:
+        if kind == "columns" and dim == t.dim() - 1 and step == 1:
             (_, base), parts, _ = rest
             for at, (_, source) in parts:
                 if at == (start, end):       # these were written together
                     return source
             number = base if all(end <= at[0] or at[1] <= start for at, _ in parts) else number
         kind, *rest = self.keys[number]
-        if kind == "slice" and plain:
+        if kind == "slice" and step == 1:
             (_, inner), d, begin, _, by = rest
-            if d == dim and by == "1" and begin.isdigit():
-                number, start, end = inner, start + int(begin), end + int(begin)
-        return "slice", ("#", number), dim, str(start), str(end), str(step)
+            if d == dim and by == 1:
+                number, start, end = inner, start + begin, end + begin
+        return "slice", ("#", number), dim, start, end, step
 
     def _strided(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key | int:
         """autograd's way to say which columns were written."""
@@ -290,20 +278,18 @@ class Values(TorchDispatchMode):
 
     def _slice_backward(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key | int:
         grad, _, dim, start, end, step = args
-        if _shape(grad) == _shape(out) and step == 1:
+        if grad.shape == out.shape and step == 1:
             return self.of(grad)
-        size = out.shape[dim]
-        if str(grad.shape[dim]) == "0":
-            return "nothing", _shape(out)
-        end = size if type(end) is int and (end >= _ALL or (type(size) is int and end > size)) else end
-        return "slice_backward", ("#", self.of(grad)), dim % out.dim(), str(start), str(end), str(step), _shape(out)
+        if grad.shape[dim] == 0:
+            return "nothing", out.shape
+        at = slice(start, end, step).indices(out.shape[dim])
+        return "slice_backward", ("#", self.of(grad)), dim % out.dim(), *at, out.shape
 
     def _select(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key | int:
         t, dim, index = args
-        n, shape = t.shape[dim], list(_shape(t))
-        index = index + n if type(index) is int and type(n) is int and index < 0 else index
-        shape[dim % t.dim()] = "1"
-        return self._viewed(self.number(self._slice_of(t, dim, index, index + 1, 1), tuple(shape)), _shape(out))
+        shape = list(t.shape)
+        index, shape[dim] = index % shape[dim], 1
+        return self._viewed(self.number(self._slice_of(t, dim, index, index + 1, 1), tuple(shape)), out.shape)
 
     def _split(self, func: Any, args: Any, kwargs: Any, parts: list[Tensor]) -> Iterator[Key | int]:
         at = 1 if func.overloadpacket is aten.unbind else 2
@@ -312,9 +298,8 @@ class Values(TorchDispatchMode):
             if at == 1:
                 yield self._select(None, (args[0], dim, i), {}, part)
                 continue
-            end: Any = begin + part.shape[dim]
-            yield self._slice_of(args[0], dim, begin, end, 1)
-            begin = end
+            yield self._slice_of(args[0], dim, begin, begin + part.shape[dim], 1)
+            begin += part.shape[dim]
 
     # ---- sums and products ----
 
@@ -322,9 +307,9 @@ class Values(TorchDispatchMode):
         """A sum of parts, each in its place among zeros: what autograd makes of slices, where a split has a cat."""
         dim, begin, terms = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % out.dim(), 0, []
         for t in args[0]:
-            end: Any = begin + t.shape[dim]
-            if str(begin) != str(end):
-                if _shape(t) == _shape(out):
+            end = begin + t.shape[dim]
+            if begin != end:
+                if t.shape == out.shape:
                     return self.of(t)
                 terms.append(self._placed(self.of(t), dim, begin, end, out))
             begin = end
@@ -353,7 +338,7 @@ class Values(TorchDispatchMode):
         elif not isinstance(b, Tensor):
             terms = [_constant(b * factor)]
         else:
-            terms = [("#", self.number(_joined("*", [*self._flat("*", b), _constant(factor)], b), _shape(b)))]
+            terms = [("#", self.number(_joined("*", [*self._flat("*", b), _constant(factor)], b), b.shape))]
         return _joined("+", self._flat("+", a) + terms, out)
 
     def _added(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key:
@@ -364,7 +349,7 @@ class Values(TorchDispatchMode):
 
     def _quotient(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key:
         a, b = args
-        if len(args) == 2 and not kwargs and not isinstance(b, Tensor | torch.SymInt | torch.SymFloat) and b != 0:
+        if len(args) == 2 and not kwargs and not isinstance(b, Tensor) and b != 0:
             return _joined("*", [*self._flat("*", a), _constant(1.0 / b)], out)
         return self._plain(func, args, kwargs, out)
 
@@ -377,24 +362,20 @@ class Values(TorchDispatchMode):
 def _columns(t: Tensor, whole: Tensor) -> tuple[int, int] | None:
     """Which of its last numbers another tensor is, over the same memory; None: it is something else."""
     begin = t.storage_offset() - whole.storage_offset()
-    like = t.dim() == whole.dim() > 0 and _shape(t)[:-1] == _shape(whole)[:-1] \
-        and tuple(map(str, t.stride())) == tuple(map(str, whole.stride())) and str(whole.stride(-1)) == "1"
-    if not like or any(type(n) is not int for n in (begin, t.shape[-1], whole.shape[-1])):
-        return None
-    return (begin, begin + t.shape[-1]) if 0 <= begin <= whole.shape[-1] - t.shape[-1] else None
+    like = t.dim() == whole.dim() > 0 and t.shape[:-1] == whole.shape[:-1] \
+        and t.stride() == whole.stride() and whole.stride(-1) == 1
+    return (begin, begin + t.shape[-1]) if like and 0 <= begin <= whole.shape[-1] - t.shape[-1] else None
 
 
 def _constant(value: Any) -> tuple[str, str]:
     """Numbers that are equal are one constant, whole ones too."""
-    if isinstance(value, torch.SymInt | torch.SymFloat):
-        return "symbol", str(value)
     return "float", float(value).hex()
 
 
 def _joined(kind: str, parts: list[Any], out: Tensor) -> Key:
     unit = ("float", (1.0 if kind == "*" else 0.0).hex())
     parts = [p for p in parts if p != unit] or [unit]
-    return kind, tuple(sorted(parts, key=repr)), str(out.dtype), _shape(out)
+    return kind, tuple(sorted(parts, key=repr)), str(out.dtype), out.shape
 
 
 _V = Values
@@ -424,8 +405,8 @@ class Opaque(torch.autograd.Function):
         ctx.values, ctx.name = values, name
         ctx.save_for_backward(*tensors)
         out = like.new_empty(shape)
-        key = (*name, *(None if t is None else ("#", values.of(t)) for t in tensors), str(out.dtype), _shape(out))
-        values.put(out, values.number(key, _shape(out)))
+        key = (*name, *(None if t is None else ("#", values.of(t)) for t in tensors), str(out.dtype), out.shape)
+        values.put(out, values.number(key, out.shape))
         return out
 
     @staticmethod
@@ -437,7 +418,7 @@ class Opaque(torch.autograd.Function):
             grads.append(None)
             if wanted:
                 grads[i] = torch.empty_like(t)
-                values.put(grads[i], values.number((f"d{i}", *ctx.name, *inputs), _shape(t)))
+                values.put(grads[i], values.number((f"d{i}", *ctx.name, *inputs), t.shape))
         return None, None, None, None, *grads
 
 
@@ -445,39 +426,22 @@ def opaque(values: Values, name: Key, shape: Any, like: Tensor, *tensors: Tensor
     return Opaque.apply(values, name, tuple(shape), like, *tensors)
 
 
-class Functions(TorchFunctionMode):
-    """Makes opaque what is opaque."""
+def linear(values: Values, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear."""
+    if weight.dim() != 2 or any(t.dtype != input.dtype for t in (weight, bias) if t is not None):
+        return F.linear(input, weight, bias)
+    return opaque(values, ("linear",), (*input.shape[:-1], weight.shape[0]), input, input, weight, bias)
 
-    def __init__(self, values: Values) -> None:
-        super().__init__()
-        self.values = values
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.linear:
-            return self._linear(*args, **kwargs)
-        if func in _PRODUCTS and len(args) == 2 and args[0].dim() == args[1].dim() > 2:
-            a, b = args                      # in equal batches: torch.matmul would ask for sizes as numbers
-            if _shape(a)[:-2] == _shape(b)[:-2] and a.dtype == b.dtype:
-                return opaque(self.values, ("matmul",), (*a.shape[:-1], b.shape[-1]), a, a, b)
-            return torch.matmul(a, b)
-        if func is F.scaled_dot_product_attention:
-            return self._attention(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if weight.dim() != 2 or any(t.dtype != input.dtype for t in (weight, bias) if t is not None):
-            return F.linear(input, weight, bias)
-        return opaque(self.values, ("linear",), (*input.shape[:-1], weight.shape[0]), input, input, weight, bias)
-
-    def _attention(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-                   dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
-                   enable_gqa: bool = False) -> Tensor:
-        if enable_gqa and query.dim() == 4:
-            key, value = (repeated(t, query.shape[1] // t.shape[1]) for t in (key, value))
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        name = "attention", float(scale).hex(), bool(is_causal), float(dropout_p)
-        return opaque(self.values, name, (*query.shape[:-1], value.shape[-1]), query, query, key, value, attn_mask)
+def attention(values: Values, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+              dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False
+              ) -> Tensor:
+    """F.scaled_dot_product_attention."""
+    if enable_gqa and query.dim() == 4:
+        key, value = (repeated(t, query.shape[1] // t.shape[1]) for t in (key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    name = "attention", float(scale).hex(), bool(is_causal), float(dropout_p)
+    return opaque(values, name, (*query.shape[:-1], value.shape[-1]), query, query, key, value, attn_mask)
 
 
 def repeated(t: Tensor, times: int) -> Tensor:
@@ -486,6 +450,3 @@ def repeated(t: Tensor, times: int) -> Tensor:
         return t
     b, h, s, d = t.shape
     return t[:, :, None].expand(b, h, times, s, d).reshape(b, h * times, s, d)
-
-
-_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
