@@ -437,7 +437,8 @@ class Proof(torch.fx.Interpreter):
         r, choose = self.mlp.router, partial(self.choose, "its router")
         read = [b, self.w[r.weight], *([self.w[r.bias]] if r.bias else [])]
         # In fp32, which a router's fp32 weights make of a 16-bit layer's input too, as some families have them.
-        wide, logits = choose((True, False), lambda wide: linear(self.values, *(t.float() if wide else t for t in read)))
+        wide, logits = choose((True, False),
+                              lambda wide: linear(self.values, *(t.float() if wide else t for t in read)))
         (kind, _), found = choose((
             ("sigmoid", lambda: logits.float().sigmoid()),
             ("softmax", lambda: F.softmax(logits.float(), dim=-1)),
@@ -484,8 +485,8 @@ def _sizes(graph: Graph) -> dict[Any, Any]:
     that computes with sizes in other ways is refused: S // 10^6 is 0 for a prime, and one less than it is a number.
     """
     env, code = graph.fake.shape_env, graph.module.code
-    read = [n.node for _, value in graph.inputs.values() for n in (value.shape if isinstance(value, Tensor) else [value])
-            if isinstance(n, torch.SymInt)]
+    read = [n.node for _, value in graph.inputs.values()
+            for n in (value.shape if isinstance(value, Tensor) else (value,)) if isinstance(n, torch.SymInt)]
     symbols = {n.expr: n.hint for n in read if n.expr.is_Symbol}     # asks for no guard, as int(n) would
     for node in graph.module.graph.nodes:
         value = node.meta.get("example_value")

@@ -2,8 +2,8 @@
 
 A module's own forward, and its backward, run on fake tensors, whose sizes are primes (prove.py). Every tensor that an
 operation gives has the number of its expression: the operation, the numbers of what it reads, its constants to the bit,
-its sizes. Two computations that give equal numbers are the same computation, for every input and every size; no graph is
-matched.
+its sizes. Two computations that give equal numbers are the same computation, for every input and every size; no graph
+is matched.
 
 Expressions have a normal form, which is small: copies, detached and contiguous tensors are what they are copies of;
 chains of views are one view, of permutations one; sums and products have no order, since rounding is no part of the
