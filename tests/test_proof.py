@@ -130,6 +130,38 @@ class Options:
         return y * self.scale
 
 
+@torch.compiler.allow_in_graph
+def doubled_in_graph(y: Tensor) -> Tensor:
+    return Doubled.apply(y)
+
+
+LIBRARY = torch.library.Library("megatrain_test", "DEF")
+LIBRARY.define("doubled(Tensor x) -> Tensor")
+for key, function in (("CPU", Tensor.clone), ("Meta", Tensor.clone), ("Autograd", Doubled.apply)):
+    LIBRARY.impl("doubled", function, key)
+
+
+def by_name(y: Tensor) -> Tensor:
+    z = y * 0.5
+    z.detach_()
+    return y * 0.5 + z
+
+
+def by_its_memory(y: Tensor) -> Tensor:
+    y.detach().mul_(1.0)
+    return y
+
+
+def without(y: Tensor) -> Tensor:
+    with torch.no_grad():
+        return y.mul_(1.0)
+
+
+def cast(x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return y + F.linear(x, weight.diag()).float() * 0
+
+
 class Late(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:
@@ -185,6 +217,13 @@ ADVERSARIES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "a systematic error": lambda self, x, y: y * 1.015,
     "a small one": lambda self, x, y: y * 1.0000001,
     "another backward": lambda self, x, y: Doubled.apply(y),
+    "another backward that dynamo passes on": lambda self, x, y: doubled_in_graph(y),
+    "another backward of an operation": lambda self, x, y: torch.ops.megatrain_test.doubled(y),
+    "detached in place": lambda self, x, y: by_name(y),
+    "written under another name": lambda self, x, y: by_its_memory(y),
+    "written without a gradient": lambda self, x, y: without(y),
+    "half of its data": lambda self, x, y: y * 0.5 + y.data * 0.5,
+    "autocast inside": lambda self, x, y: cast(x, self.weight, y),
     "a hook on a tensor": hooked,
     "no gradient inside": nothing_of,
     "detached": lambda self, x, y: y.detach() + y - y.detach() * 1.0 if False else y * 0.5 + y.detach() * 0.5,
@@ -217,11 +256,6 @@ ADVERSARIES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 
 def nothing(*_: Any) -> None:
     """What is other is the input's shape."""
-
-
-def frozen(monkeypatch: Any, *models: nn.Module) -> None:
-    for m in models:
-        m[1].weight.requires_grad_(False)
 
 
 def frozen_before(monkeypatch: Any, *models: nn.Module) -> None:
@@ -257,7 +291,6 @@ WHERE: dict[str, tuple[tuple[int, ...], Callable[..., Any]]] = {
     "its gradient's need": ((2, 12, 16), frozen_before),
     "the default type": ((2, 12, 16), default_type),
     "autocast": ((2, 12, 16), lambda *_: torch.autocast("cpu", torch.float32)),
-    "what is frozen": ((2, 12, 16), frozen),
 }
 
 

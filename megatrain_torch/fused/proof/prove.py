@@ -1,8 +1,8 @@
 """Proves that a module computes what its template stands for, for every input that it can get (docs/design.md).
 
 The module's code is read by torch._dynamo (graph/reader.py): its graph, and what that depends on. `prove` runs the
-graph on fake tensors, forward and backward, with a prime for each size. It puts the template's meaning together from
-forms, and compares numbers (values.py). What it finds holds for as long as the reading's guards do.
+graph on fake tensors, with a prime for each size. It puts the template's meaning together from forms, and compares
+numbers (values.py). What it finds holds for as long as the reading's guards do.
 """
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.nn import functional as F
 
 from ... import ops
@@ -74,14 +75,11 @@ def _pair_turned(x: Tensor) -> Tensor:
     return torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, turn: Callable[[Tensor], Tensor], part: bool | None = None) -> Tensor:
-    """part: only the first R of D numbers are rotated, the rest is passed; None: where R is not D."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    r = cos.shape[-1]
-    part = r != x.shape[-1] if part is None else part
-    first = x[..., :r] if part else x
-    y = (first * cos + turn(first) * sin).to(x.dtype)
-    return torch.cat((y, x[..., r:]), -1) if part else y
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, turn: Callable[[Tensor], Tensor]) -> Tensor:
+    """The first R of D numbers are rotated, the rest, if there is any, is passed."""
+    cos, sin, r = cos.unsqueeze(1), sin.unsqueeze(1), cos.shape[-1]
+    first = x[..., :r]
+    return torch.cat(((first * cos + turn(first) * sin).to(x.dtype), x[..., r:]), -1)
 
 
 def _first_half(t: Tensor) -> Tensor:
@@ -113,10 +111,9 @@ def _apart(a: Tensor, b: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 _HALVES, _PAIRS, _FIRST = Rotary(), Rotary(interleaved=True), Rotary(interleaved=True, first=True)
 ROTARIES: list[tuple[Rotary, Callable[[Tensor, Tensor, Tensor], Tensor]]] = [
     (_HALVES, lambda x, cos, sin: _turned(x, cos, sin, _half_turned)),
-    (_HALVES, lambda x, cos, sin: _turned(x, cos, sin, _half_turned, True)),
     (_HALVES, lambda x, cos, sin: _turned(x.float(), cos.float(), sin.float(), _half_turned).to(x.dtype)),
     (_PAIRS, lambda x, cos, sin: _turned(x, cos, sin, _pair_turned)),
-    (_PAIRS, lambda x, cos, sin: _turned(x.float(), cos, sin, _pair_turned, False).to(x.dtype)),
+    (_PAIRS, lambda x, cos, sin: _turned(x.float(), cos, sin, _pair_turned).to(x.dtype)),
     (_FIRST, _first_pairs),
     (_FIRST, _first_pairs_wide),
     (Rotary(short=True), lambda x, cos, sin: _apart(*torch.chunk(x, 2, dim=-1), cos, sin)),
@@ -201,7 +198,7 @@ class Proof(torch.fx.Interpreter):
         self.values.symbols = {str(n): str(s) for s, n in self._sizes.items()}
         opaque = (F.linear, linear), (F.scaled_dot_product_attention, attention), *zip(
             opaque_ops(), (expert_rows, experts_down))
-        self._opaque = {target: partial(run, self.values) for target, run in opaque} | {cached(): self.gather}
+        self._opaque = {target: partial(run, self.values) for target, run in opaque}
 
     def size(self, n: Any) -> Any:
         """A number that the graph is given, with a prime for each of its symbols."""
@@ -213,28 +210,16 @@ class Proof(torch.fx.Interpreter):
             like, (name, _) = self._fakes.get(id(real), real), self._named.get(id(real), ("a tensor of its own", real))
             with self.read.fake:
                 t = torch.empty(tuple(map(self.size, like.shape)), dtype=like.dtype, device=like.device)
-            self.values.atom(name, t)
-            wants = real.requires_grad or (name == "input" and t.is_floating_point())
-            self._atoms[id(real)] = t.requires_grad_() if wants else t
+            learns = real.requires_grad or (name == "input" and t.is_floating_point())
+            self._atoms[id(real)] = self.values.atom(name, t, learns)
         return self._atoms[id(real)]
 
-    def numbers(self, run: Callable[[], Tensor], leaves: Sequence[Tensor]) -> list[int | None]:
-        """Of what `run` gives, of the gradient of each leaf for a fixed gradient of that, and of what a cache was
-        given."""
+    def numbers(self, run: Callable[[], Tensor]) -> list[int]:
+        """Of what `run` gives, and of what a cache was given."""
         self.gathered.clear()
         device = next((t.device.type for t in self._fakes.values()), "cpu")
-        # One thread: the modes are this one's, and fake CUDA tensors' backward would be another's.
-        with torch.enable_grad(), torch.autocast(device, enabled=False), self.read.fake, self.values, \
-                torch.autograd.set_multithreading_enabled(False):
-            y = run()
-            with torch.no_grad():
-                dy = torch.empty_like(y)
-            shape = tuple(map(str, y.shape))
-            self.values.put(dy, self.values.number(("atom", "dy", str(y.dtype), shape), shape))
-            grads: Any = [None] * len(leaves)
-            if y.requires_grad:
-                grads = torch.autograd.grad(y, leaves, dy, allow_unused=True)
-            return [self.values.of(y), *(None if g is None else self.values.of(g) for g in grads), *self.gathered]
+        with torch.enable_grad(), torch.autocast(device, enabled=False), self.read.fake, self.values:
+            return [self.values.of(run()), *self.gathered]
 
     def gather(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         self.gathered += map(self.values.of, tensors)
@@ -254,20 +239,20 @@ class Proof(torch.fx.Interpreter):
                 return candidate, out
         raise Unfit(f"{what}: {self.difference()}")
 
-    def difference(self, ours: Sequence[int | None] = (), theirs: Sequence[int | None] | None = None) -> str:
+    def difference(self, ours: Sequence[int] = (), theirs: Sequence[int] | None = None) -> str:
         """What the module computes and no form has made, tried ones among them: the first such expression."""
         every = set(range(self.known)) if theirs is None else self._within(theirs)
         strange = sorted(n for n in every - self.values.made - self._within(ours)
                          if self.values.keys[n][0] not in ("atom", "empty", "new_empty"))
         if strange:
-            where = self.values.places.get(strange[0], "")
+            where = self.values.places[strange[0]]
             return f"no template has its {self.values.told(strange[0])}" + (f" ({where})" if where else "")
         missing = sorted(self._within(ours) - every)
         return f"it lacks the template's {self.values.told(missing[0])}" if missing else "its gradients differ"
 
-    def _within(self, numbers: Sequence[int | None]) -> set[int]:
+    def _within(self, numbers: Sequence[int]) -> set[int]:
         found: set[int] = set()
-        todo = [n for n in numbers if n is not None]
+        todo = list(numbers)
         while todo:
             n = todo.pop()
             if n not in found:
@@ -288,8 +273,16 @@ class Proof(torch.fx.Interpreter):
         return super().run_node(node)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        run = self._opaque.get(target)
-        return super().call_function(target, args, kwargs) if run is None else run(*args, **kwargs)
+        if (run := self._opaque.get(target)) is not None:
+            return run(*args, **kwargs)
+        if target is cached():
+            return self.gather(*args)
+        if not _shows_its_gradient(target):
+            raise Unfit(f"it calls {getattr(target, '__name__', target)}, whose gradient may be anything")
+        return super().call_function(target, args, kwargs)
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        raise Unfit(f"it calls {target}, into which dynamo did not look")
 
     # ---- what a template means ----
 
@@ -501,6 +494,17 @@ def _sizes(graph: Graph) -> dict[Any, Any]:
     return primes
 
 
+def _shows_its_gradient(target: Any) -> bool:
+    """Is it a function of torch's or Python's that has the gradient of the operations that it runs? Others may have a
+    backward of their own."""
+    if isinstance(target, OpOverload | OpOverloadPacket):
+        return str(target).startswith("aten.")
+    home = getattr(target, "__module__", None) or "torch"
+    return (home.partition(".")[0] in ("torch", "_operator", "builtins", "math") and target is not setattr
+            and not isinstance(target, HigherOrderOperator) and not home.startswith("torch._dynamo")
+            and "autograd" not in home)
+
+
 _EXACT = ("size", "numel", getattr, operator.getitem, operator.mul)
 _PRIMES = tuple(map(sympy.Integer, (7907, 7919, 7927, 7933, 7937, 7949, 7951, 7963, 7993, 8009, 8011, 8017)))
 
@@ -532,10 +536,9 @@ def prove(graph: Graph | None, template: Template, module: nn.Module, weights: d
         return out[0]
 
     try:
-        leaves = [a for t in (x, *weights.values()) if (a := proof.atom(t)).requires_grad]
-        right = proof.numbers(theirs, leaves)
+        right = proof.numbers(theirs)
         proof.known, proof.values.made = len(proof.values.keys), set()
-        ours = proof.numbers(lambda: proof.meaning(template, module, weights, x, kwargs), leaves)
+        ours = proof.numbers(lambda: proof.meaning(template, module, weights, x, kwargs))
         if ours != right:
             raise Unfit(proof.difference(ours, right))
     except Unfit:
@@ -543,6 +546,4 @@ def prove(graph: Graph | None, template: Template, module: nn.Module, weights: d
     except Exception as error:               # whatever cannot be run on fake tensors is not proved
         text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         raise Unfit(f"its code cannot be followed: {text[:300]}") from error
-    finally:
-        proof.values.forget()
     return template.settings
