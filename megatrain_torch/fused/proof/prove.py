@@ -526,6 +526,8 @@ def prove(graph: Graph | None, template: Template, module: nn.Module, weights: d
         for i, t in enumerate(value if isinstance(value, tuple | list) else (value,)):
             if isinstance(t, Tensor):
                 named[id(t)] = (f"{name}[{i}]" if isinstance(value, tuple | list) else name), t
+                if t.requires_grad:
+                    raise Unfit(f"its argument {named[id(t)][0]} needs a gradient, which no template gives")
     named[id(x)] = "input", x
     proof = Proof(graph, named)
 
