@@ -496,7 +496,7 @@ def _sizes(graph: Graph) -> dict[Any, Any]:
 
 def _shows_its_gradient(target: Any) -> bool:
     """Is it a function of torch's or Python's that has the gradient of the operations that it runs? Others may have a
-    backward of their own."""
+    backward of their own: torch.autograd.Function (dynamo's trampoline, or a higher-order operator), a library's."""
     if isinstance(target, OpOverload | OpOverloadPacket):
         return str(target).startswith("aten.")
     home = getattr(target, "__module__", None) or "torch"

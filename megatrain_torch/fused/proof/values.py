@@ -86,7 +86,7 @@ class Values(TorchDispatchMode):
 
     def numbers(self, make: Callable[[], Iterable[tuple[Key | int, Shape]]], *read: Any) -> list[int]:
         """Of expressions that an operation on `read` gives; make: these, from what `of` says."""
-        self._holds = True
+        self._holds = True                   # first: who is to blame is told by the lowest number
         try:
             held = [self.number(*one) for one in make()]
         finally:
@@ -188,7 +188,7 @@ class Values(TorchDispatchMode):
         memory = target.untyped_storage()._cdata
         if memory in self._outlive:
             raise Unfit(f"it writes by {name} into an input, a weight or a buffer")
-        if self.learns(target) and not torch.is_grad_enabled():
+        if self.learns(target) and not torch.is_grad_enabled():      # autograd would go by what was there before
             raise Unfit(f"it writes by {name}, under no_grad(), into what has a gradient")
         beside, mine = list(self._seen_by[memory].values()), self.of(target)
         if not all(self.of(other) == mine and other.shape == target.shape for other in beside):
