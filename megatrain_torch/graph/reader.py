@@ -280,13 +280,14 @@ def plain_modules(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Callable[[Graph | None, str], Any] | None = None,
-         put: Sequence[object] = ()) -> Reading:
+         put: Sequence[object] = (), wide: Sequence[Tensor] = ()) -> Reading:
     """What a call does.
 
     Args:
         modules: those whose weights are bound.
         judge: is given the graph, of one tensor alone (None: it has no operation), and what the code writes.
         put: functions that lie in modules for the read alone: nothing of them is guarded.
+        wide: tensors whose last size is a number of what is read, and no symbol.
 
     Raises:
         Unreadable: dynamo cannot follow it.
@@ -294,6 +295,8 @@ def read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Callable[[G
     cached()
     collects, why = gc.isenabled(), ""
     gc.disable()
+    for t in wide:
+        torch._dynamo.mark_static(t, t.dim() - 1)
     try:
         for symbols in (True, False):
             try:
@@ -303,6 +306,9 @@ def read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Callable[[G
             if _SYMBOL not in why:           # else it is read as the code of this one layer
                 break
     finally:
+        for t in wide:                       # these are the user's
+            for name in ("_dynamo_static_indices", "_has_dynamo_dim_marking"):
+                vars(t).pop(name, None)
         gc.collect(0)                        # dynamo's cycles hold the module: all that was made since is young
         if collects:
             gc.enable()
