@@ -23,7 +23,7 @@ from ..base import strict
 from ..base.errors import MegatrainError
 from ..base.modes import GROUP, LOW_BYTES
 from ..base.strict import is_count, shown, table
-from ..optim.states import CODES, MOMENTS, STEPS, count_of
+from ..optim.states import CODES, MOMENTS, STEPS
 from ..store.tensorfiles import DTYPES, READERS, Extent, Stored, listed
 from . import manifest
 
@@ -67,15 +67,7 @@ class Checkpoint:
             for name, about in found.body["parameters"].items():
                 _check_stored(found.tensors, name, DTYPES[about["dtype"]], tuple(about["shape"]), where)
                 if "step" in about:
-                    check_states(found.body, name, found.states, where)
-            if INDEX in found.body["files"]:     # by which transformers finds each tensor in the file that has it
-                data, where = found.bytes_of(INDEX), str(folder / INDEX)
-                names = strict.field(table(strict.parsed(data, where), where), "weight_map",
-                                     lambda v: isinstance(v, dict), "a table", where)
-                files = {name: stored.file for name, stored in found.tensors.items()}
-                if wrong := [n for n in sorted({*names, *files}) if names.get(n) != files.get(n)]:
-                    raise MegatrainError(f"{where}: weight_map has {shown(wrong[0])} in {shown(names.get(wrong[0]))}, "
-                                         f"and it is in {shown(files.get(wrong[0]))}")
+                    _check_states(found.body, name, found.states, where)
             found.training = training_of(found.bytes_of(TRAINING), found.where, found.body["optimizer"] is not None)
         return found
 
@@ -182,13 +174,12 @@ def _check_parameter(about: Any, where: str, body: dict[str, Any]) -> None:
 
 # ---- tensors -------------------------------------------------------------------------------------
 
-def check_states(body: dict[str, Any], name: str, states: dict[str, Stored], where: str,
-                 kind: torch.dtype | None = None) -> None:
-    """The files have a parameter's states as the manifest says. kind: of moments of another optimizer."""
+def _check_states(body: dict[str, Any], name: str, states: dict[str, Stored], where: str) -> None:
+    """The files have a parameter's states as the manifest says."""
     about = body["parameters"][name]
     shape = tuple(about["shape"])
     if body["states"] == "fp32":
-        wanted = {key: (kind or torch.float32, shape) for key in MOMENTS}
+        wanted = {key: (torch.float32, shape) for key in MOMENTS}
     else:
         forms = ((torch.int8, shape), (torch.uint8, shape), (torch.float32, (-(-math.prod(shape) // GROUP), 2)))
         wanted = dict(zip(CODES, forms))
@@ -235,33 +226,6 @@ def training_of(data: bytes, where: str, has_optimizer: bool) -> dict[str, Any]:
         if not isinstance(name, str) or not all(isinstance(k, str) for k in table(own, f"{where}: others of {name}")):
             raise MegatrainError(f"{where}: others has {shown(name)}: names are needed")
     return found
-
-
-def step_of(own: dict[str, Any], where: str) -> int:
-    """Of a parameter, as torch.optim.AdamW has it."""
-    return count_of(strict.field(own, "step", lambda _: True, "a number", where), where)
-
-
-def check_hyper(saved: list[dict[str, Any]], mine: list[dict[str, Any]], where: str) -> None:
-    """That what a group is to take is of the kind of what it has."""
-    for number, (there, here) in enumerate(zip(saved, mine)):
-        for name, value in there.items():
-            if name != "params" and name in here and not _alike(value, here[name]):
-                raise MegatrainError(f"{where}: group {number}: {name}={shown(value)}, and {shown(here[name])} here")
-
-
-def _alike(value: Any, mine: Any) -> bool:
-    if isinstance(mine, bool) or isinstance(value, bool):
-        return isinstance(mine, bool | None) and isinstance(value, bool | None)
-    if isinstance(mine, (tuple, list)):
-        return isinstance(value, (tuple, list)) and len(value) == len(mine) and all(map(_alike, value, mine))
-    if isinstance(mine, (int, float, Tensor)) or mine is None:
-        if value is None or mine is None:
-            return mine is None
-        if isinstance(value, Tensor):
-            return value.dim() == 0 and not value.is_complex() and not bool(value.isnan())
-        return isinstance(value, (int, float)) and not math.isnan(value)
-    return isinstance(value, type(mine))
 
 
 # ---- random numbers: states of all generators that a run uses -------------------------------------

@@ -24,7 +24,6 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -55,39 +54,14 @@ FILE_BYTES = 5 * 10**9               # of a file of tensors, at most
 COPIERS, WRITERS = max(4, min(16, _core.build_info()["cpus"] * 3 // 4)), 8
 LEAST_BYTES = (COPIERS + WRITERS) * (4 << 20)        # of blocks on their way: one for each thread
 SPARE_BYTES = 2 << 30                # of an asynchronous save, unless it is said, or there is less
-TRIAL_BYTES, LEAST_TRIAL_BYTES = 256 << 20, 4 << 20  # that a dry run writes, to tell the disk's rate: at most, at least
 POLL_S = 0.25                        # between two calls of progress
 AS_BEFORE = ", and what was there before is as it was"
 
 
-@dataclass(frozen=True)
-class SavePlan:
-    """What a dry run found.
-
-    Attributes:
-        bytes, files: of the checkpoint.
-        free: bytes of the file system. rate: bytes/s written there.
-    """
-
-    bytes: int
-    files: tuple[str, ...]
-    free: int
-    rate: float
-
-    @property
-    def seconds(self) -> float:
-        """That writing it takes at that rate."""
-        return self.bytes / self.rate
-
-    def __str__(self) -> str:
-        return (f"{show_bytes(self.bytes)} in {len(self.files)} files, about {self.seconds:.1f} s at "
-                f"{self.rate / 1e9:.2f} GB/s; {show_bytes(self.free)} are free")
-
-
 @calling("mt.save")
 def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path, *, scheduler: Any = None,
-         extra: Any = None, asynchronous: bool = False, spare: int | str | None = None, dry_run: bool = False,
-         progress: Callable[[int, int], None] | None = None) -> Saving | SavePlan:
+         extra: Any = None, asynchronous: bool = False, spare: int | str | None = None,
+         progress: Callable[[int, int], None] | None = None) -> Saving:
     """Writes a checkpoint: weights, optimizer states, scheduler, random states. mt.load takes it.
 
     Call it between steps; where several processes train the model, in all of them, and each writes a part.
@@ -111,8 +85,6 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         spare: host memory for blocks that are copied and not yet written (bytes or "8GiB"). None: 2 GiB where
             asynchronous and so much is free, else the least, 4 MiB for each thread. Besides, what a unit has on the
             device or on disk is in host memory while it is copied, one unit at a time.
-        dry_run: check that the folder can be made, that there is room, and that all can be serialised. Measure the disk
-            with a trial file. Return a SavePlan.
         progress: called with (bytes written, bytes in all) four times a second, from the thread that writes. Each of
             several processes reports its own bytes times their number.
 
@@ -135,8 +107,6 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
     with as_one(saving._ranks):
         left, need = parts.without(linked)
         room = _room(rt, saving.folder, need, held_by(left), parse_bytes(spare, "spare"), asynchronous)
-        if dry_run:
-            return _trial(saving.folder, parts, need)
     saving._begin(rt, parts, linked, asynchronous, room)
     if not asynchronous:
         saving.check()
@@ -176,17 +146,6 @@ def _room(rt: Runtime, folder: Path, need: int, held: list[tuple[int, int]], spa
         spare = blocks if asynchronous and rt.room.may_save(rt.core, held, blocks) else 0
     rt.room.saving(rt.core, held, min(max(spare, LEAST_BYTES), need))
     return spare
-
-
-def _trial(folder: Path, parts: Parts, need: int) -> SavePlan:
-    draft = manifest.Draft(folder)
-    try:
-        nbytes = max(min(need, TRIAL_BYTES), LEAST_TRIAL_BYTES)
-        rate = _core.disk_measure(str(draft.path), nbytes, LEAST_TRIAL_BYTES, WRITERS, WRITERS)["fresh"]
-        return SavePlan(need, (*(f.name for f in parts.files), *parts.small, manifest.NAME),
-                        shutil.disk_usage(draft.path).free, rate)
-    finally:
-        draft.drop()
 
 
 # ---- a save under way --------------------------------------------------------------------------
