@@ -150,7 +150,6 @@ class StepReport(Shown):
             Compute is busy from a window's first kernel to its last, also where the host is slow in launching them.
         idle: seconds that compute stood still, by what it waited for: a lane, or "host": Python and the user's code.
         between_steps: of idle, seconds before the step's first window.
-        least: seconds the bytes of a lane take at the machine's rate, where mt.trace was given one.
         traced: busy and idle were measured.
     """
 
@@ -163,7 +162,6 @@ class StepReport(Shown):
     host_bytes: int
     busy: Mapping[str, float] = field(default_factory=dict)
     idle: Mapping[str, float] = field(default_factory=dict)
-    least: Mapping[str, float] = field(default_factory=dict)
     between_steps: float = 0.0
     traced: bool = False
     disk_read_bytes: int = 0
@@ -197,7 +195,7 @@ class StepReport(Shown):
         return text
 
     def __str__(self) -> str:
-        lines = [self.why, *(as_text(table, right=(1, 2, 4, 5)) for table in self._tables())]
+        lines = [self.why, *(as_text(table, right=(1, 2, 4)) for table in self._tables())]
         if self.idle:
             parts = ", ".join(f"{v:.3g} s for {_CALLED[k]}"
                               for k, v in sorted(self.idle.items(), key=lambda item: -item[1]))
@@ -214,25 +212,24 @@ class StepReport(Shown):
         return self.why
 
     def _tables(self) -> list[Table]:
-        """Every lane that did something: busy seconds, share of the step, GB moved, least seconds."""
+        """Every lane that did something: busy seconds, share of the step, GB moved."""
         moved = {"h2d": self.h2d_bytes, "d2h": self.d2h_bytes, "swap out": self.out_bytes, "swap back": self.back_bytes,
                  "disk": self.disk_read_bytes + self.disk_written_bytes,
                  "swap disk": self.spill_read_bytes + self.spill_written_bytes}
-        rows: list[tuple[str, ...]] = [("", "busy s", "", " " * _BAR, "GB", "at least s")]
+        rows: list[tuple[str, ...]] = [("", "busy s", "", " " * _BAR, "GB")]
         for lane, busy in self.busy.items():
             if busy > 0:
                 share = busy / self.seconds if self.seconds > 0 else 0.0
                 rows.append((LANES[lane], f"{busy:.3g}", f"{share:.0%}", "█" * round(share * _BAR),
-                             f"{moved[lane] / 1e9:.3g}" if lane in moved else "",
-                             f"{self.least[lane]:.3g}" if lane in self.least else ""))
+                             f"{moved[lane] / 1e9:.3g}" if lane in moved else ""))
         return [("", rows)] if len(rows) > 1 else []
 
 
 # ---- from slices -------------------------------------------------------------------------------
 
-def measure(lanes: Mapping[str, Sequence[Slice]], begin: int, end: int, counted: Mapping[str, int], host_bytes: int,
-            rates: Mapping[str, float]) -> StepReport:
-    """The report of the step in [begin, end) ns. counted: growth of the engine's counters. rates: bytes/s by lane."""
+def measure(lanes: Mapping[str, Sequence[Slice]], begin: int, end: int, counted: Mapping[str, int], host_bytes: int
+            ) -> StepReport:
+    """The report of the step in [begin, end) ns. counted: growth of the engine's counters."""
     first = next((s.begin for s in between(lanes.get("compute", ()), begin, end)), end)
     done = {name: [s for s in between(lane, begin, end) if s.end < end] for name, lane in lanes.items()}
     moved = {name: sum(s.nbytes for s in lane) for name, lane in done.items()}
@@ -243,7 +240,6 @@ def measure(lanes: Mapping[str, Sequence[Slice]], begin: int, end: int, counted:
         busy={name: busy_seconds(between(lane, begin, end), begin, end) for name, lane in lanes.items()
               if name != WAITS},
         idle=idle_seconds(lanes, begin, end),
-        least={name: moved[name] / rate for name, rate in rates.items() if moved.get(name)},
         between_steps=max(0, first - begin) * 1e-9, traced=True,
         disk_read_bytes=sum(s.nbytes for s in done.get("disk", ()) if s.work == "read"),
         disk_written_bytes=sum(s.nbytes for s in done.get("disk", ()) if s.work == "write"),

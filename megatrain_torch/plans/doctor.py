@@ -335,7 +335,6 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
         nbytes = min(sizes.disk_bytes, _core.disk_room(disk) // 4)
         found = _core.disk_measure(disk, nbytes, each=min(32 << 20, nbytes // 16 // 4096 * 4096))
         rates |= {f"disk_{way}_gbps": found[way] / 1e9 for way in ("read", "write", "both")}
-        rates["disk_tbw"] = 0.0                          # its rating is in no file; who knows it says disk_tbw=
     # What follows from AdamW's rate; what several GPUs have, until they are measured (the network stays); a drive that
     # no `disk` named.
     origins = [("add_gparams", "assumed"), *((rate, "assumed") for rate in RATES[-5:]),

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,9 +35,9 @@ from ..base.modes import (
 )
 from ..figures.report import LANES
 from ..figures.tables import Shown, Table, Tier, bytes_table, draw_tiers
-from ..store.disk import FROZEN, PADDING, SPILLED, YEAR_S, Disk
+from ..store.disk import FROZEN, PADDING, SPILLED, Disk
 from .changes import refusal
-from .machine import DRIVE, DRIVE_NAME, Machine, resolve
+from .machine import Machine, resolve
 from .search import OVERHEAD, Choice, Problem, Timing, Wishes, solve
 from .shapes import Shape, shapes_of
 from .tally import LENT, Fleet, check_delivery, check_homes
@@ -125,13 +124,6 @@ class Plan(Shown):
         return self.disk_bytes - kept + (self.micro - 1) * self.disk.get(SPILLED, 0)
 
     @property
-    def disk_years(self) -> float:
-        """Until the drive's rating is written by steps like this, one after the other. Infinite where nothing is, nan
-        where the rating is not known."""
-        rated = (self.machine.disk_tbw or math.nan) * 1e12
-        return rated / self.disk_written * self.seconds / YEAR_S if self.disk else math.inf
-
-    @property
     def vram_bytes(self) -> int:
         """Bytes of device memory at a step's peak."""
         return sum(self.vram.values())
@@ -202,15 +194,7 @@ class Plan(Shown):
             if s or name in self.idle:
                 wait = f"{self.idle[name]:.3g} s" if self.idle.get(name) else ""
                 lanes.append((LANES.get(name, name), f"{s:.4g}", f"{s / self.seconds:.0%}", wait))
-        endurance = []
-        if self.disk:
-            rated = self.machine.disk_tbw
-            drive, lasts = (f"{rated:,.0f} TB written", f"{self.disk_years:.3g} years of such steps") if rated else \
-                ("not known", "with it: machine=\"...,disk_tbw=TERABYTES\"")
-            endurance = [("", [("endurance", "written", ""), ("in a step", f"{self.disk_written / 1e9:.3g} GB", ""),
-                               (f"the rating of a {DRIVE_NAME}" if rated == DRIVE[3] else "the drive's rating",
-                                drive, lasts)])]
-        return [self._placement(), *(bytes_table(*tier) for tier in self.tiers), *endurance, ("", lanes)]
+        return [self._placement(), *(bytes_table(*tier) for tier in self.tiers), ("", lanes)]
 
     def _placement(self) -> Table:
         """Neighbouring windows of which the same is chosen; only layers that differ by a number share a row."""

@@ -6,7 +6,7 @@ import io
 import json
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -36,7 +36,7 @@ _WORKS = {number: name for name, number in _core.WORKS.items()}
 
 
 @contextlib.contextmanager
-def trace(model: nn.Module, *, rates: Mapping[str, float] | None = None) -> Iterator[Trace]:
+def trace(model: nn.Module) -> Iterator[Trace]:
     """Inside, every queue's work on a streamed model is recorded; the yielded Trace shows it.
 
         with mt.trace(model) as t:
@@ -48,17 +48,13 @@ def trace(model: nn.Module, *, rates: Mapping[str, float] | None = None) -> Iter
     Costs two time stamps for each copy, window and update, a few hundred microseconds a step. The end waits for all
     work under way. `mt.last_step(model)` is the last finished step while a trace is on.
 
-    Args:
-        rates: bytes/s that the machine can do, by lane ("h2d", "d2h", "host update", ...): reports then say what a
-            lane's bytes take at least.
-
     Raises:
         MegatrainError: the model is not streamed, or is traced already.
     """
     rt = runtime_of(model)
     if rt.trace is not UNTRACED:
         raise MegatrainError("the model is traced already; leave that `with` first")
-    t = Trace(rt, rates or {})
+    t = Trace(rt)
     try:
         yield t
         t.finish()
@@ -84,12 +80,8 @@ class Trace:
     an optimizer it ends at the next root forward. Passes without gradients are steps of their own.
     """
 
-    def __init__(self, rt: Runtime, rates: Mapping[str, float]) -> None:
-        unknown = set(rates) - set(_core.LANES)
-        if unknown:
-            raise MegatrainError(f"rates: there is no lane {sorted(unknown)[0]!r}; lanes: {', '.join(_core.LANES)}")
+    def __init__(self, rt: Runtime) -> None:
         self._rt: Runtime | None = rt                    # None: it was stopped
-        self._rates = dict(rates)
         self._slices: deque[Slice] = deque(maxlen=KEPT)
         self._marks: dict[int, int] = {}                 # number of a mark: when compute came by, ns
         self._ends: list[bool] = []                      # by number: a step ends there for certain
@@ -236,7 +228,7 @@ class Trace:
         marks = [mark for mark in self._between_steps().items() if mark[1] >= self._whole_from][-(last + 1):]
         lanes = self._lanes(marks[0][1]) if marks else {}
         return [measure(lanes, begin, end, {k: v - self._counted[a][k] for k, v in self._counted[b].items()},
-                        self._host_bytes, self._rates) for (a, begin), (b, end) in pairwise(marks)]
+                        self._host_bytes) for (a, begin), (b, end) in pairwise(marks)]
 
     def _between_steps(self) -> dict[int, int]:
         """The marks that steps lie between, by number, and when compute came by them."""
