@@ -341,14 +341,15 @@ def test_a_key_value_cache_counts_where_a_forward_fills_one() -> None:
 
 def every_choice(p: Problem) -> list[Choice]:
     fitting, tracks = [], {micro: tracks_of(p, micro) for micro in p.micro_counts}
-    for row, ring, micro in itertools.product(p.rows, p.rings, p.micro_counts):
-        if row.several != (micro > 1):
+    rows = zip(p.rows, p.arrays.planes, p.arrays.host, p.arrays.room)
+    for ((homes, several), planes, host, room), ring, micro in itertools.product(rows, p.rings, p.micro_counts):
+        if several != (micro > 1):
             continue
-        here, states = row.planes + sum(p.tally.slots(row.homes, ring)), p.tally.visiting(row.homes)
-        fitting += [Choice(micro, row.homes, ring, made.modes(level)) for made in tracks[micro]
+        here, states = planes + sum(p.tally.slots(homes, ring)), p.tally.visiting(homes)
+        fitting += [Choice(micro, homes, ring, made.modes(level)) for made in tracks[micro]
                     for level in range(len(made.peaks))
                     if here + made.most(level, states) <= p.machine.vram_bytes
-                    and row.host + made.away <= p.machine.host_bytes and made.spilled <= row.room]
+                    and host + made.away <= p.machine.host_bytes and made.spilled <= room]
     return fitting
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
 import megatrain_torch as mt
 from megatrain_torch.model.stream import runtime_of
-from megatrain_torch.plans import doctor
 from megatrain_torch.plans.machine import MACHINES, SHARED_ADAM
 from megatrain_torch.plans.shapes import shapes_of
 
@@ -311,30 +309,3 @@ def test_several_numbers_are_a_table(command: Callable) -> None:
     assert status == 1 and out.count("does not fit") >= 2 and "lacks" in out
     assert command(*PLAN, "--gpus", "2,x")[::2] == (1, "megatrain: --gpus 2,x: a number such as 8, or several such as "
                                                     "1,2,4,8\n")
-
-
-# ---- measuring -----------------------------------------------------------------------------------
-
-def test_doctor_measures_what_processes_have_of_each_other(command: Callable, monkeypatch: pytest.MonkeyPatch,
-                                                           tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor, "CPU", doctor.CPU._replace(parameters=100_000, copy_bytes=2**20, least_s=0.001))
-    status, out, err = command("doctor", "--device", "cpu", "--gpus", "2")
-    kept = mt.Machine.parse(str(tmp_path / "kept" / "machine.json"))
-    assert status == 0 and "links between 2 processes" in err and f"{kept.whole_gbps:.4g}" in out
-    assert min(kept.whole_gbps, kept.host_gbps, kept.exchange_gbps, kept.lost_gbps, kept.shared_gparams) > 0
-    assert kept.communicator_bytes == 0, "the CPU device has no NCCL"
-    assert kept.origin("exchange_gbps") == "measured" and kept.origin("network_gbps") == "assumed"
-    assert mt.Machine.parse(f"{tmp_path}/kept/machine.json,network_gbps=100").network_gbps == 100
-    assert mt.plan(small(1), tokens=256, seq=64, machine="cpu", gpus=2).machine.exchange_gbps == kept.exchange_gbps
-
-
-def test_a_process_that_fails_ends_the_others_with_what_it_said() -> None:
-    began = time.monotonic()
-    with pytest.raises(mt.MegatrainError, match=r"one of 2 processes failed; --gpus 1 leaves them out. It said: .*no_such"):
-        doctor.measure_links("no_such_device", 2)
-    assert time.monotonic() - began < doctor.LIMIT_S / 4
-
-
-@pytest.mark.parametrize("asked", ["0", "-2"])
-def test_a_number_of_gpus_that_is_none_is_refused(command: Callable, asked: str) -> None:
-    assert f"--gpus {asked}" in command("doctor", "--device", "cpu", "--gpus", asked)[2]

@@ -64,8 +64,6 @@ def add(commands: Any) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="file to write; default: $MEGATRAIN_MACHINE, "
                         "or ~/.cache/megatrain/machine.json, where plans look")
     parser.add_argument("--disk", metavar="FOLDER", help="measure the drive too that optimizer states may go to")
-    parser.add_argument("--gpus", type=int, metavar="N", help="measure links between so many GPUs; default: all there "
-                        "are. On the CPU device as many processes; default: 1, none")
     parser.set_defaults(run=doctor)
     _add_plan(commands)
 
@@ -271,9 +269,6 @@ def _curves(lines: list[dict[str, Any]]) -> str:
 @in_flags("device", "out", "disk", "gpus")
 def doctor(args: argparse.Namespace) -> None:
     device = device_of(args.device)
-    there = torch.cuda.device_count() if device == "cuda" else None      # of the CPU device as many as are asked for
-    if args.gpus is not None and not 1 <= args.gpus <= (there or args.gpus):
-        raise MegatrainError(f"gpus={args.gpus}: 1 to {there or 'any number'}")
     if args.out:
         models.writable(args.out.parent, "out")
         try:                                             # a file such as doctor writes, of this version or another
@@ -284,7 +279,7 @@ def doctor(args: argparse.Namespace) -> None:
             raise MegatrainError(f"out={args.out} is there, and describes no machine: it stays; name another")
     if device == "cpu" and not args.device:
         sys.stderr.write("no GPU here: what is measured is the CPU device, for `megatrain plan --machine cpu`\n")
-    _, text, path = mt.measure_machine(device, gpus=args.gpus or there or 1, disk=args.disk, out=args.out,
+    _, text, path = mt.measure_machine(device, disk=args.disk, out=args.out,
                                        say=lambda what: sys.stderr.write(f"measuring: {what}\n") and None)
     sys.stdout.write(f"{text}\n\nwritten to {path}\n")
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from .tables import Shown, Table, as_text, drawing, legend
+from .tables import Shown, Table, as_text, drawing
 
 LANES = {"compute": "compute", "h2d": "H2D", "d2h": "D2H", "hand-over": "hand-over", "host sum": "host sum",
          "host update": "host update", "device update": "device update", "through": "through the device",
@@ -89,6 +89,8 @@ def draw_lanes(path: str | Path | BinaryIO, slices: Sequence[Slice], marks: Sequ
     begin, end = marks[0], marks[-1]
     lanes = {name: part for name, all_ in by_lane(slices).items() if (part := between(all_, begin, end))}
     with drawing(path, title, [LANES[name] for name in lanes], (12.0, 4.0), 100) as (figure, axes):
+        from matplotlib.patches import Patch
+
         beside = axes.get_yaxis_transform()
         for row, part in enumerate(lanes.values()):
             spans: dict[tuple[str, bool], list[tuple[float, float]]] = {}
@@ -106,7 +108,9 @@ def draw_lanes(path: str | Path | BinaryIO, slices: Sequence[Slice], marks: Sequ
             axes.axvline((mark - begin) * 1e-6, color="black", linewidth=0.8, linestyle=":")
         axes.set_xlim(0, (end - begin) * 1e-6)
         axes.set_xlabel("ms")
-        legend(figure, COLOURS, {s.work for part in lanes.values() for s in part}, "outside upper right")
+        shown = {s.work for part in lanes.values() for s in part}
+        patches = [Patch(color=colour, label=work) for work, colour in COLOURS.items() if work in shown]
+        figure.legend(handles=patches, loc="outside upper right", ncols=len(patches), frameon=False, fontsize="small")
 
 
 # ---- steps -----------------------------------------------------------------------------------------

@@ -47,10 +47,6 @@ class Shown:
 
 # ---- kinds of memory -----------------------------------------------------------------------------
 
-# By what a label begins with; a plane has one colour in every kind of memory.
-_PLANES = {"weights": "#4c72b0", "slots": "#8fa8cf", "gradients": "#c44e52", "masters": "#55a868", "moments": "#8dc891",
-          "sums": "#dd8452", "activations": "#8172b3", "work": "#b3a8d1", "staging": "#937860"}
-_OTHER = "#9a9a9a"
 _LEAST_SHARE = 0.06                          # of a bar: narrower pieces have no words in them
 
 
@@ -58,21 +54,21 @@ def draw_tiers(path: str | Path, title: str, tiers: list[Tier]) -> None:
     """A bar for each kind of memory, with what lies there as shares of it. path: .png, .svg or .pdf."""
     names = [f"{name}\n{show_bytes(most)}" for name, _, most in tiers]
     with drawing(path, title, names, (10.0, 1.1 * len(tiers) + 1.2), 150) as (figure, axes):
-        shown = set()
-        for row, (_, parts, most) in enumerate(tiers):
-            at = 0.0
-            for what, n in parts.items():
-                plane = next((p for p in _PLANES if what.removeprefix("at home: ").startswith(p)), "other")
-                share, colour = n / most, _PLANES.get(plane, _OTHER)
-                shown |= {plane} if n else set()
-                axes.barh(row, share, left=at, height=0.7, color=colour, edgecolor="white", linewidth=0.6)
-                if share > _LEAST_SHARE:
-                    axes.text(at + share / 2, row, show_bytes(n), ha="center", va="center", fontsize="x-small")
-                at += share
-            axes.barh(row, 1, height=0.7, facecolor="none", edgecolor="black", linewidth=0.8)
+        from matplotlib import colormaps
+
+        axes.set_prop_cycle(color=colormaps["tab20"].colors)
+        left = [0.0] * len(tiers)
+        for what in dict.fromkeys(what for _, parts, _ in tiers for what, n in parts.items() if n):
+            shares = [parts.get(what, 0) / most for _, parts, most in tiers]
+            bars = axes.barh(range(len(tiers)), shares, left=left, height=0.7, edgecolor="white", label=what)
+            words = [show_bytes(parts[what]) if share > _LEAST_SHARE else ""
+                     for share, (_, parts, _) in zip(shares, tiers)]
+            axes.bar_label(bars, words, label_type="center", fontsize="x-small")
+            left = [sum(pair) for pair in zip(left, shares)]
+        axes.barh(range(len(tiers)), 1, height=0.7, facecolor="none", edgecolor="black", linewidth=0.8)
         axes.set_xlim(0, 1)
         axes.xaxis.set_major_formatter("{x:.0%}")
-        legend(figure, _PLANES | {"other": _OTHER}, shown, "outside lower center")
+        figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize="small")
 
 
 @contextlib.contextmanager
@@ -92,10 +88,3 @@ def drawing(path: str | Path | BinaryIO, title: str, rows: list[str], inches: tu
     axes.set_yticks(range(len(rows)), rows)
     axes.set_title(title, fontsize="medium", loc="left")
     figure.savefig(path)
-
-
-def legend(figure: Any, colours: dict[str, str], shown: set[str], where: str) -> None:
-    from matplotlib.patches import Patch
-
-    patches = [Patch(color=colour, label=name) for name, colour in colours.items() if name in shown]
-    figure.legend(handles=patches, loc=where, ncols=len(patches), frameon=False, fontsize="small")

@@ -1,43 +1,30 @@
 """Measures what this machine can do: the rates that plans are made with.
 
-`megatrain doctor` runs it: about a minute with a GPU. Each rate is a median over repetitions that take a stated time, on
-random data, after a warm-up: cards slow down under load, and that is what a step meets.
-
-What GPUs of one machine have together and between each other is measured by a process for each, which runs this file
-as a program under torchrun. They talk by NCCL or, on the CPU device, by gloo; each begins when all are ready, and the
-slowest counts: a step waits for it.
+`megatrain doctor` runs it: about a minute with a GPU. Each rate is a median over repetitions that take a stated time,
+on random data, after a warm-up: cards slow down under load, and that is what a step meets. What several GPUs have
+between each other is taken from the description of such cards.
 """
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import json
-import os
-import re
 import statistics
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.utils.benchmark import Timer
 
 from .. import _core, ops
-from ..base.errors import MegatrainError
 from ..base.limits import device_taken, host_limits, resident_bytes
 from ..base.modes import FORMATS, LEAST_CAPABILITY, LOW_BYTES, moved_bytes
 from ..figures.tables import as_text
 from ..fused.templates.attention import Attention
 from .cards import MEASURED
-from .machine import RATES, Machine, describe, store_path
-from .tally import ADDED_BYTES, host_rate
+from .machine import MACHINES, RATES, Machine, describe, described_gpu, store_path
+from .tally import ADDED_BYTES
 
 MIB = 2**20
 ISAS = _core.build_info()["isas"]           # by number, as adam_step takes them: each needs those before it
@@ -202,16 +189,9 @@ def copy_rates(device: torch.device, nbytes: int, least_s: float) -> dict[str, f
 class Planes:
     """One tensor's planes in a store's arenas, with their huge pages."""
 
-    def __init__(self, n: int, weight: str, grad: str, states: str = "fp32", shared: bool = False) -> None:
-        """shared: in memory as several processes have it together."""
+    def __init__(self, n: int, weight: str, grad: str, states: str = "fp32") -> None:
         self.n, self.types, self.states = n, (_core.DTYPES[weight], _core.DTYPES[grad]), _core.STATES[states]
-        threads = _core.build_info()["cpus"]
-        if shared:
-            fd = _core.share()
-            engine = _core.Engine("cpu", 0, threads, 0, 0, share=fd, rank=0, ranks=1)
-            os.close(fd)
-        else:
-            engine = _core.Engine("cpu", threads=threads)
+        engine = _core.Engine("cpu", threads=_core.build_info()["cpus"])
         engine.add_unit("doctor", [self.types[0]], [n], [True])
         engine.set_states(0, self.states)
 
@@ -311,13 +291,14 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
         free, vram = torch.cuda.mem_get_info(device)
         taken = device_taken(vram - free - torch.cuda.memory_reserved(device))[0]
         one = bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", 0))
+        if known := described_gpu(torch.cuda.get_device_name(device)):
+            rates |= {rate: getattr(MACHINES[known], rate) for rate in ("whole_gbps", "exchange_gbps")}
     if disk is not None:
         say("disk")
         nbytes = min(sizes.disk_bytes, _core.disk_room(disk) // 4)
         found = _core.disk_measure(disk, nbytes, each=min(32 << 20, nbytes // 16 // 4096 * 4096))
         rates |= {f"disk_{way}_gbps": found[way] / 1e9 for way in ("read", "write", "both")}
-    # What follows from AdamW's rate; what several GPUs have, until they are measured (the network stays); a drive that
-    # no `disk` named.
+    # What follows from AdamW's rate; what several GPUs have; a drive that no `disk` named.
     origins = [("add_gparams", "assumed"), *((rate, "assumed") for rate in RATES[-5:]),
                *((rate, "published") for rate in RATES if rate.startswith("disk_") and disk is None)]
     versions = {"torch": torch.__version__, "cuda": str(torch.version.cuda), "megatrain_torch": _core.__version__}
@@ -354,118 +335,3 @@ def store(machine: Machine, path: Path | None = None) -> Path:
     beside.write_text(machine.to_json() + "\n")
     beside.replace(path)
     return path
-
-
-# ---- several GPUs --------------------------------------------------------------------------------
-
-LIMIT_S = 180               # in which all of it is over, or the processes are ended
-MOST_GBPS = 1e4             # of what could not be seen to hold anything up
-LAST_WORDS = 400            # characters of the error by which a process failed
-
-
-# Bytes of a copy, and of a unit's gradients; tokens, width and number of products beside; rounds of each; parameters of
-# an update.
-TOGETHER = {"cuda": (448 << 20, 16384, 8192, 12, 20, 100_000_000), "cpu": (1 << 20, 128, 256, 4, 3, 100_000)}
-
-
-def measure_links(device: str, gpus: int) -> dict[str, float]:
-    """Rates of several GPUs, or processes on the CPU, as Machine names them; refuses where one fails or hangs."""
-    threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // gpus))}       # torchrun's own would be one
-    with tempfile.TemporaryDirectory(prefix="megatrain-links-") as folder:
-        rates = Path(folder, "rates.json")
-        with subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}", "-m",
-                 __name__, device, str(rates)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                env=os.environ | threads | ({"GLOO_SOCKET_IFNAME": "lo"} if device == "cpu" else {})) as run:
-            try:
-                said, _ = run.communicate(timeout=LIMIT_S)
-            except subprocess.TimeoutExpired:
-                raise MegatrainError(f"links between GPUs: not measured within {LIMIT_S} s; --gpus 1 leaves them "
-                                     "out") from None
-            finally:
-                run.terminate()              # torchrun ends its processes
-        if run.returncode:
-            error = re.search(r"^(\[rank\d+\]: )?\S*(Error|Exception)\b.*", said, re.MULTILINE)
-            raise MegatrainError(f"links between GPUs: one of {gpus} processes failed; --gpus 1 leaves them out. It "
-                                 f"said: {(error[0] if error else said)[:LAST_WORDS]}")
-        return json.loads(rates.read_text())
-
-
-def linked(machine: Machine, rates: dict[str, float]) -> Machine:
-    """The machine with what measure_links() found. Its host's memory reaches what was seen, at least."""
-    rates = rates | {"host_gbps": max(rates["host_gbps"], host_rate(machine) / 1e9)}
-    origins = tuple((name, where) for name, where in machine.origins if name not in rates)
-    found = {k: int(rate) if k.endswith("_bytes") else float(f"{rate:.4g}") for k, rate in rates.items()}
-    return dataclasses.replace(machine, **found, origins=origins)
-
-
-def _communicators(device: torch.device, gpus: int, together: Callable[[], None]) -> int:
-    """Bytes of the device that the first collectives take."""
-    if device.type != "cuda":
-        together()
-        return 0
-    before, x = torch.cuda.mem_get_info(device)[0], torch.zeros(gpus, device=device)
-    together()
-    dist.all_to_all_single(torch.empty_like(x), x)
-    torch.cuda.synchronize(device)
-    return max(before - torch.cuda.mem_get_info(device)[0], 0)
-
-
-def main(device_type: str, rates: Path) -> None:
-    """One of the processes; the first writes what was found."""
-    cuda, (nbytes, tokens, width, count, rounds, parameters) = device_type == "cuda", TOGETHER[device_type]
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=LIMIT_S))
-    rank, gpus = dist.get_rank(), dist.get_world_size()
-    device = torch.device(device_type, rank) if cuda else torch.device(device_type)
-    if cuda:
-        torch.cuda.set_device(device)
-
-    def together() -> None:
-        synchronize(device)
-        dist.all_reduce(torch.zeros(1, device=device))
-        synchronize(device)
-
-    def seconds(fn: Callable[[], Any]) -> float:
-        """Seconds of a call, the mean of several, in the slowest process while all make them."""
-        fn()
-        together()
-        began = time.perf_counter()
-        for _ in range(rounds):
-            fn()
-        synchronize(device)
-        took = torch.tensor([(time.perf_counter() - began) / rounds], device=device)
-        dist.all_reduce(took, op=dist.ReduceOp.MAX)
-        return float(took)
-
-    nccl = _communicators(device, gpus, together)
-    copies, leaving = Copies(device, nbytes), nbytes * (gpus - 1) / gpus
-    whole, both = (nbytes / seconds(fn) / 1e9 for fn in (copies.up, copies.both))
-    del copies
-    sent, got = (torch.zeros(nbytes // 4 // gpus * gpus, device=device) for _ in range(2))
-    exchange = seconds(lambda: dist.all_to_all_single(got, sent))
-    dtype = torch.bfloat16 if cuda else torch.float32
-    x, w = (torch.randn(rows, width, device=device, dtype=dtype) for rows in (tokens, width))
-
-    def products() -> None:
-        for _ in range(count):
-            x @ w
-
-    def beside() -> None:
-        going = dist.all_to_all_single(got, sent, async_op=True)
-        products()
-        going.wait()
-
-    # By how much products take longer beside an exchange, in turn: a card that grows warm slows down.
-    lost = statistics.median(seconds(beside) - seconds(products) for _ in range(3))
-    planes, threads = Planes(parameters, "BF16", "BF16", shared=True), max(1, _core.build_info()["cpus"] // gpus)
-    update = seconds(lambda: planes.update(threads))
-    if rank == 0:
-        rates.write_text(json.dumps({
-            "communicator_bytes": nccl, "shared_gparams": gpus * parameters / update / 1e9, "whole_gbps": whole,
-            "host_gbps": 2 * both * gpus, "exchange_gbps": leaving / exchange / 1e9,
-            "lost_gbps": min(leaving / max(lost, 1e-12) / 1e9, MOST_GBPS)}))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))

@@ -162,13 +162,12 @@ def gather(module: nn.Module) -> Iterator[nn.Module]:
             rt.door.leave()
 
 
-def measure_machine(device: str | None = None, *, gpus: int = 1, disk: str | None = None, out: str | Path | None = None,
+def measure_machine(device: str | None = None, *, disk: str | None = None, out: str | Path | None = None,
                     say: Callable[[str], None] = lambda _: None) -> tuple[Machine, str, Path]:
     """Measures what this machine can do, and keeps it for plans, as `megatrain doctor` does.
 
     Args:
-        device: "cuda" or "cpu"; None: the GPU, where there is one. gpus: between so many links are measured; on the
-            CPU device, between as many processes.
+        device: "cuda" or "cpu"; None: the GPU, where there is one.
         disk: a directory on the drive that states may go to; None: the drive is described, not measured.
         out: the file to write; None: where plans look for it.
         say: is told what is measured next.
@@ -176,14 +175,10 @@ def measure_machine(device: str | None = None, *, gpus: int = 1, disk: str | Non
     Returns:
         The machine, a table of what was found, and the file's path.
     """
-    # Not at the top: processes that measure links run `python -m` of that module, which nobody may have imported then.
-    from ..plans import doctor
+    from ..plans import doctor  # torch's timer, which nothing else needs, takes long to import
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     machine = doctor.measure(torch.device(device), say, disk)
-    if gpus > 1:
-        say(f"links between {gpus} {'GPUs' if device == 'cuda' else 'processes'}")
-        machine = doctor.linked(machine, doctor.measure_links(device, gpus))
     return machine, doctor.report(machine), doctor.store(machine, None if out is None else Path(out))
 
 
