@@ -498,7 +498,7 @@ def test_a_report_prints_as_a_table() -> None:
     assert lines[2].split() == ["compute", "0.5", "50%", "█" * 12]
     assert lines[3].split() == ["H2D", "0.75", "75%", "█" * 18, "2"]
     assert len(lines) == 6 and "D2H" not in str(r)
-    assert "<table>" in r._repr_html_() and "75%" in r._repr_html_() and "copies to the device" in r._repr_html_()
+    assert "<pre>" in r._repr_html_() and "75%" in r._repr_html_() and "copies to the device" in r._repr_html_()
 
 
 # ---------------------------------------------------------------- files

@@ -6,11 +6,13 @@ names the file, where in it, and what is needed there.
 """
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import random
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from .. import _core
 from ..base import strict
 from ..base.errors import MegatrainError
 from ..base.modes import GROUP, LOW_BYTES
-from ..base.strict import is_count, shown, table
+from ..base.strict import is_count, shown
 from ..optim.states import CODES, MOMENTS, STEPS
 from ..store.tensorfiles import DTYPES, READERS, Extent, Stored, listed
 from . import manifest
@@ -119,57 +121,47 @@ class Reads:
 
 # ---- the manifest's body -------------------------------------------------------------------------
 
+@contextlib.contextmanager
+def _as_saved(where: str) -> Iterator[None]:
+    """A table that lacks something, or has it of another type, is refused by name."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as why:
+        raise MegatrainError(f"{where} is not as mt.save writes it: {shown(why)}") from None
+
+
+def _need(where: str, **good: Any) -> None:
+    if wrong := [name for name, fits in good.items() if not fits]:
+        raise MegatrainError(f"{where} is not as mt.save writes it: its {wrong[0]}")
+
+
 def _check_body(body: Any, where: str) -> None:
     """Raises: MegatrainError: something in it is missing, or is not what it must be."""
-    def wanted(name: str, fits: Any, what: str) -> Any:
-        return strict.field(body, name, fits, what, where)
-
-    table(body, where)
-    wanted("optimizer", lambda v: v is None or isinstance(v, str), "a name or null")
-    states = wanted("states", lambda v: v is None or v in tuple(LOW_BYTES), "a format of states or null")
-    wanted("low_bytes", lambda v: type(v) is int and v in ((0, 1, 2) if states is None else (LOW_BYTES[states],)),
-           "the bytes of these states' masters")
-    wanted("skipped_steps", is_count, "a whole number")
-    files = wanted("files", lambda v: isinstance(v, dict), "a table of files")
-    for name, about in files.items():
-        if not strict.is_plain_name(name):
-            raise MegatrainError(f"{where}: the file name {shown(name)} leads out of the folder")
-        here = f"{where}: file {name}"
-        size = strict.field(table(about, here), "bytes", is_count, "a whole number", here)
-        if not name.endswith(".safetensors"):
-            strict.field(about, "sha256", lambda v: _is_hex(v, 64), "a SHA-256", here)
-            continue
-        if not manifest.TENSORS.fullmatch(name):
-            raise MegatrainError(f"{here}: files of tensors are called model, weights or states")
-        blocks = -(-size // BLOCK)
-        strict.field(about, "sums", lambda v, n=16 * blocks: _is_hex(v, n), f"{blocks} sums in hexadecimal", here)
-    if TRAINING not in files:
-        raise MegatrainError(f"{where} names no {TRAINING}: files has {shown(list(files))}")
-    for name, about in wanted("parameters", lambda v: isinstance(v, dict), "a table").items():
-        _check_parameter(about, f"{where}: parameter {shown(name)}", body)
+    with _as_saved(where):
+        states, low = body["states"], body["low_bytes"]
+        lows = (0, 1, 2) if states is None else (LOW_BYTES[states],)
+        _need(where, optimizer=isinstance(body["optimizer"], str | None), low_bytes=type(low) is int and low in lows,
+              skipped_steps=is_count(body["skipped_steps"]), files=TRAINING in body["files"])
+        for name, about in body["files"].items():
+            tensors = name.endswith(".safetensors")
+            digits, sums = (-(-about["bytes"] // BLOCK) * 16, about["sums"]) if tensors else (64, about["sha256"])
+            inside = strict.is_plain_name(name) and (not tensors or manifest.TENSORS.fullmatch(name))
+            _need(f"{where}: file {shown(name)}", name=inside, bytes=is_count(about["bytes"]),
+                  sums=len(sums) == digits and _HEX.fullmatch(sums))
+        for name, about in body["parameters"].items():
+            _check_parameter(about, f"{where}: parameter {shown(name)}", body)
 
 
-def _is_hex(value: Any, digits: int) -> bool:
-    return isinstance(value, str) and _HEX.fullmatch(value) is not None and len(value) == digits
-
-
-def _check_parameter(about: Any, where: str, body: dict[str, Any]) -> None:
-    kind = strict.field(table(about, where), "dtype", lambda v: isinstance(v, str) and v in DTYPES, "a type", where)
-    shape = strict.field(about, "shape", strict.is_shape, "a list of sizes", where)
+def _check_parameter(about: dict[str, Any], where: str, body: dict[str, Any]) -> None:
+    kind, shape = about["dtype"], about["shape"]
+    _need(where, dtype=kind in DTYPES, shape=strict.is_shape(shape), key=is_count(about.get("key", 0)))
     if "step" in about:
-        if body["states"] is None:
-            raise MegatrainError(f"{where} has a step, and the checkpoint no states of mt.AdamW")
         # Planes that may make the fp32 master of a weight of this type.
         own = {"BF16": "LO" if body["low_bytes"] else "", "F16": "MASTER"}.get(kind, "")
-        masters = tuple(dict.fromkeys(("", own)))
-        strict.field(about, "step", lambda v: is_count(v) and v < STEPS, "a whole number", where)
-        strict.field(about, "master", lambda v: isinstance(v, str) and v in masters, f"one of {masters} for {kind}",
-                     where)
+        _need(where, step=body["states"] is not None and is_count(about["step"]) and about["step"] < STEPS,
+              master=about["master"] in ("", own))
     if "strides" in about:
-        strict.field(about, "strides", lambda v: strict.is_counts(v) and len(v) == len(shape),
-                     "a stride for each size", where)
-    if "key" in about:
-        strict.field(about, "key", is_count, "a whole number", where)
+        _need(where, strides=strict.is_counts(about["strides"]) and len(about["strides"]) == len(shape))
 
 
 # ---- tensors -------------------------------------------------------------------------------------
@@ -207,24 +199,16 @@ def training_of(data: bytes, where: str, has_optimizer: bool) -> dict[str, Any]:
         found = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     except Exception as why:                         # a pickle is a program, and its reader raises what it likes
         raise MegatrainError(f"{where} cannot be read: {shown(why)}") from None
-    table(found, where)
-    for name in ("scheduler", "extra", "random"):
-        strict.field(found, name, lambda _: True, "what mt.save wrote", where)
-    _check_random(found["random"], f"{where}: random")
-    for rank, states in enumerate(found.get("random_by_rank", ())):
-        _check_random(states, f"{where}: random_by_rank, {rank}")
-    groups = strict.field(found, "groups", lambda v: isinstance(v, list), "a list of groups", where) \
-        if has_optimizer else ()
-    for number, group in enumerate(groups):
-        here = f"{where}: group {number}"
-        strict.field(table(group, here), "params",
-                     lambda v: isinstance(v, list) and all(isinstance(n, str) for n in v), "a list of names", here)
-        if odd := [k for k in group if not isinstance(k, str)]:
-            raise MegatrainError(f"{here} has {shown(odd[0])}: names are needed")
-    others = table(found.get("others", {}), f"{where}: others")
-    for name, own in others.items():
-        if not isinstance(name, str) or not all(isinstance(k, str) for k in table(own, f"{where}: others of {name}")):
-            raise MegatrainError(f"{where}: others has {shown(name)}: names are needed")
+    with _as_saved(where):
+        groups, others = found["groups"] if has_optimizer else (), found.get("others", {}).items()
+        _need(where, scheduler="scheduler" in found, extra="extra" in found,
+              groups=all(isinstance(name, str) for group in groups for name in (*group, *group["params"])),
+              others=all(isinstance(name, str) for about, own in others for name in (about, *own.keys())))
+        for states in (found["random"], *found.get("random_by_rank", ())):
+            try:                                     # the run's are set when all else is loaded
+                set_random_states(states, trial=True)
+            except Exception as why:
+                raise ValueError(f"these are no states of random numbers: {why}") from None
     return found
 
 
@@ -263,12 +247,3 @@ def set_random_states(states: dict[str, Any], trial: bool = False) -> None:
                 torch.Generator("cuda").set_state(state)
             else:
                 torch.cuda.set_rng_state(state, index)
-
-
-def _check_random(found: Any, where: str) -> None:
-    """Each state is tried: the run's are set when all else is loaded."""
-    table(found, where)
-    try:
-        set_random_states(found, trial=True)
-    except Exception as why:
-        raise MegatrainError(f"{where}: these are no states of random numbers: {shown(why)}") from None

@@ -1,4 +1,4 @@
-"""Tables as text and as HTML, and pictures of bars: what plans, traces and reports show people."""
+"""Tables as text, and pictures of bars: what plans, traces and reports show people."""
 from __future__ import annotations
 
 import contextlib
@@ -37,12 +37,7 @@ class Shown:
         return "\n\n".join([self._head(), *map(as_text, self._tables())])
 
     def _repr_html_(self) -> str:
-        parts = [f"<p>{html.escape(line)}</p>" for line in self._head().splitlines()]
-        for title, rows in self._tables():
-            lines = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
-            caption = f"<caption>{html.escape(title)}</caption>" if title else ""
-            parts.append(f"<table>{caption}{''.join(f'<tr>{line}</tr>' for line in lines)}</table>")
-        return "".join(parts)
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 # ---- kinds of memory -----------------------------------------------------------------------------

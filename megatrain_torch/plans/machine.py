@@ -298,28 +298,21 @@ def _fits(kind: Any, value: Any, zero: bool = False) -> bool:
         return good and (value > 0 or (zero and value == 0))
     if get_origin(kind) is not tuple:
         return type(value) is (get_origin(kind) or kind)
-    if not isinstance(value, (list, tuple)) or (parts[-1] is not ... and len(value) != len(parts)):
+    if type(value) is not tuple or (parts[-1] is not ... and len(value) != len(parts)):
         return False
     return all(map(_fits, itertools.repeat(parts[0]) if parts[-1] is ... else parts, value))
 
 
 def _from_dict(fields: dict[str, Any]) -> Machine:
-    fields = dict(fields)
+    machine = Machine(**{k: tuple(map(tuple, v)) if isinstance(v, list) else v for k, v in fields.items()})
     for name, kind in get_type_hints(Machine).items():
-        if name not in fields:
-            continue
-        value = fields[name]
+        value = getattr(machine, name)
         good = _fits(kind, value, name in _MAY_BE_ZERO) and (name != "device" or value in ("cuda", "cpu"))
-        if good and get_origin(kind) is tuple:
-            good = bool(value) or name in _MAY_BE_EMPTY
-            good = good and (name not in _ASCENDING or all(a[0] < b[0] for a, b in itertools.pairwise(value)))
-            fields[name] = tuple(map(tuple, value))
+        if good and isinstance(value, tuple):
+            good = (bool(value) or name in _MAY_BE_EMPTY) and (
+                name not in _ASCENDING or all(a[0] < b[0] for a, b in itertools.pairwise(value)))
         if not good:
             raise ValueError(f"{name}={shown(value)}")
-    machine = Machine(**fields)
-    points = [(n, w) for n, w, _ in machine.gemm]
-    if sorted(set(points)) != sorted(itertools.product({n for n, _ in points}, {w for _, w in points})):
-        raise ValueError("gemm is no full grid of tokens and widths")
     return machine
 
 
