@@ -200,10 +200,9 @@ def training_of(data: bytes, where: str, has_optimizer: bool) -> dict[str, Any]:
     except Exception as why:                         # a pickle is a program, and its reader raises what it likes
         raise MegatrainError(f"{where} cannot be read: {shown(why)}") from None
     with _as_saved(where):
-        groups, others = found["groups"] if has_optimizer else (), found.get("others", {}).items()
+        groups = found["groups"] if has_optimizer else ()
         _need(where, scheduler="scheduler" in found, extra="extra" in found,
-              groups=all(isinstance(name, str) for group in groups for name in (*group, *group["params"])),
-              others=all(isinstance(name, str) for about, own in others for name in (about, *own.keys())))
+              groups=all(isinstance(name, str) for group in groups for name in (*group, *group["params"])))
         for states in (found["random"], *found.get("random_by_rank", ())):
             try:                                     # the run's are set when all else is loaded
                 set_random_states(states, trial=True)

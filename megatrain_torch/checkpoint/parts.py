@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from .. import _core
 from ..base.codes import coded, quantization_of
@@ -199,15 +200,14 @@ def _states(opt: torch.optim.Optimizer | None, names: dict[Tensor, str]) -> list
     if missing := [p for g in opt.param_groups for p in g["params"] if p not in names]:
         raise MegatrainError(f"the optimizer has a parameter of shape {list(missing[0].shape)} that is not the "
                              "model's: a checkpoint would lack it")
-    if isinstance(opt, AdamW):
-        found = []
-        for _, _, p in sorted((p._mt.unit, p._mt.index, p) for p, s in opt.state.items() if s):
-            r, name = p._mt, names[p]
-            planes = moment_planes(r) | ({MASTERS[plane]: plane} if (plane := follows(r)) else {})
-            found += [Entry(f"{name}.{key}", r.view(plane), r.unit, plane) for key, plane in planes.items()]
-        return found
-    return [Entry(f"{names[p]}.{key}", plain(t).to("cpu", copy=True).contiguous())
-            for p, s in opt.state.items() for key, t in s.items() if isinstance(t, Tensor) and t.dim() > 0]
+    found = []
+    # Those of other optimizers are in training.pt, as their state_dict has them.
+    stepped = [p for p, s in opt.state.items() if s] if isinstance(opt, AdamW) else []
+    for _, _, p in sorted((p._mt.unit, p._mt.index, p) for p in stepped):
+        r, name = p._mt, names[p]
+        planes = moment_planes(r) | ({MASTERS[plane]: plane} if (plane := follows(r)) else {})
+        found += [Entry(f"{name}.{key}", r.view(plane), r.unit, plane) for key, plane in planes.items()]
+    return found
 
 
 def held_by(files: list[TensorFile]) -> list[tuple[int, int]]:
@@ -227,8 +227,7 @@ def _training(opt: torch.optim.Optimizer | None, names: dict[Tensor, str], sched
         whole["groups"] = [{**g, "params": [names[p] for p in own["params"]]}
                            for g, own in zip(packed_groups, opt.param_groups)]
         if not isinstance(opt, AdamW):
-            whole["others"] = {names[p]: {k: v for k, v in s.items() if not isinstance(v, Tensor) or v.dim() == 0}
-                               for p, s in opt.state.items()}
+            whole["others"] = tree_map_only(Tensor, lambda t: plain(t).to("cpu", copy=True), opt.state_dict())
     for what, value in (("scheduler", scheduler.state_dict() if scheduler is not None else None), ("extra", extra)):
         whole[what] = value
         _serialised({what: value}, f"{what}: what mt.save is given must be tensors, numbers, strings, and containers "

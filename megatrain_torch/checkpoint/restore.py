@@ -175,7 +175,7 @@ class _Loading:
         if self.ours:
             opt._catch_up()
         elif opt is not None:                # first: its class is a stranger, and may refuse them
-            self._other_states()
+            opt.load_state_dict(self.training["others"])
         rt.broken = f"the model is half-loaded: loading {source.folder} failed; load a checkpoint that is whole"
         # As one: what a unit brought to the host is given back, whoever has asked for it; so nobody reads before all
         # have.
@@ -262,8 +262,8 @@ class _Loading:
                                  "the optimizer as it was made then")
         if self.ours and (lacking := [n for g in saved for n in g if "key" not in self.saved[n]]):
             raise MegatrainError(f"{folder / manifest.NAME}: parameter {lacking[0]} has no key: {manifest.BROKEN}")
-        if not self.ours and "others" not in training:
-            raise MegatrainError(f"{where} has no 'others': {manifest.BROKEN}")
+        if not self.ours and "param_groups" not in training.get("others", {}):
+            raise MegatrainError(f"{where} has no state_dict of {kind_of(self.opt)}: {manifest.BROKEN}")
 
     # ---- a unit at a time ----
 
@@ -348,25 +348,6 @@ class _Loading:
             value = torch.empty(weight.shape)
             _core.split_join(weight.data_ptr(), rest.data_ptr(), value.data_ptr(), weight.numel(), low)
         set_master(record.param, value)
-
-    def _other_states(self) -> None:
-        """Of an optimizer that is not mt.AdamW. Raises what its load_state_dict does."""
-        opt, names, others = self.opt, self.names, self.training["others"]
-        reads, found = Reads(self.source), {}
-        flat = [p for g in opt.param_groups for p in g["params"]]
-        tensors: dict[str, dict[str, Tensor]] = {names[p]: {} for p in flat}
-        for path, stored in self.source.states.items():
-            name, _, key = path.rpartition(".")
-            if name in tensors:
-                tensors[name][key] = reads.fresh(stored)
-        with manifest.adding(manifest.BROKEN):
-            reads.go()
-        for index, p in enumerate(flat):
-            if names[p] in others:
-                found[index] = others[names[p]] | tensors[names[p]]
-        groups = [{**mine, **g, "params": mine["params"]} for g, mine in
-                  zip(self.training["groups"], torch.optim.Optimizer.state_dict(opt)["param_groups"])]
-        opt.load_state_dict({"state": found, "param_groups": groups})
 
 
 def _fits(memory: Tensor, stored: Stored) -> bool:

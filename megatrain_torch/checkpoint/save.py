@@ -5,7 +5,8 @@
                                             (weights-..., without these, of a transformers model with an adapter)
     frozen-00001-of-00002.safetensors ...  weights that do not train, where they are many, of the checkpoint before too
     states-00001-of-00009.safetensors ...  AdamW's planes as they are, unit by unit
-    training.pt                            groups, scheduler, random states, `extra`: torch.load(weights_only=True)
+    training.pt                            groups, scheduler, random states, `extra`, and another optimizer's state_dict:
+                                           torch.load(weights_only=True)
     manifest.json                          sizes, sums, what belongs to which parameter (manifest.py)
 
 No second copy of the model is made: the engine copies blocks of 4 MiB out of the planes and writes them, unit by unit
