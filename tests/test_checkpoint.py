@@ -422,11 +422,10 @@ def test_interrupted_save_stays_an_interruption_and_leaves_the_one_before(tmp_pa
     def interrupt(*_: int) -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        mt.save(*pair, tmp_path / "c", progress=interrupt)
-    with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(checkpoint, "held_by", interrupt)
-        mt.save(*pair, tmp_path / "c")
+    for owner, name in ((checkpoint.Saving, "_follow"), (checkpoint, "held_by")):
+        with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(owner, name, interrupt)
+            mt.save(*pair, tmp_path / "c")
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
     train(pair, 2, 3)                                            # nothing is held back
     assert_has(tmp_path, want)
@@ -504,7 +503,8 @@ def test_save_that_is_given_no_thread_is_made_at_once(tmp_path: Path, monkeypatc
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(threading.Thread, "start", refuse)
-        mt.save(*pair, tmp_path / "d", asynchronous=True, progress=interrupt)
+        patched.setattr(checkpoint.Saving, "_follow", interrupt)
+        mt.save(*pair, tmp_path / "d", asynchronous=True)
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
     train(pair, 1, 2)
     mt.load(*make(tmp_path), tmp_path / "c")

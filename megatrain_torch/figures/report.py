@@ -61,24 +61,18 @@ def chrome_trace(slices: Sequence[Slice], marks: Sequence[int]) -> dict[str, Any
     """Lanes as threads, work as slices, steps above, in Google's Trace Event Format. marks: when steps began."""
     start = min([s.begin for s in slices] + list(marks[:1]), default=0)
     rows = ["step", *LANES]
-
-    def about(kind: str, args: dict[str, Any], **thread: int) -> dict[str, Any]:
-        return {"ph": "M", "name": kind, "pid": 1, **thread, "args": args}
-
-    def complete(kind: str, name: str, row: str, begin: int, end: int, args: dict[str, Any]) -> dict[str, Any]:
-        return {"ph": "X", "cat": kind, "name": name, "pid": 1, "tid": rows.index(row),      # times in microseconds
-                "ts": (begin - start) / 1000, "dur": (end - begin) / 1000, "args": args}
-
-    events = [about("process_name", {"name": "megatrain_torch"})]
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "megatrain_torch"}}]
     for tid, name in enumerate(rows):
-        events += [about("thread_name", {"name": name}, tid=tid),
-                   about("thread_sort_index", {"sort_index": tid}, tid=tid)]
-    events += [complete("step", f"step {i}", "step", a, b, {}) for i, (a, b) in enumerate(pairwise(marks))]
-    for s in slices:
-        details: dict[str, Any] = {k: v for k, v in (("unit", s.unit), ("bytes", s.nbytes)) if v}
+        for kind, named in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": tid})):
+            events.append({"ph": "M", "name": kind, "pid": 1, "tid": tid, "args": named})
+    steps = [Slice("step", "step", str(i), 0, a, b) for i, (a, b) in enumerate(pairwise(marks))]
+    for s in (*steps, *slices):
+        args: dict[str, Any] = {k: v for k, v in (("unit", s.unit), ("bytes", s.nbytes)) if v}
         if s.nbytes and s.end > s.begin:
-            details["GB/s"] = round(s.nbytes / (s.end - s.begin), 3)
-        events.append(complete(s.work, f"{s.work} {s.unit}".strip(), s.lane, s.begin, s.end, details))
+            args["GB/s"] = round(s.nbytes / (s.end - s.begin), 3)
+        events.append({"ph": "X", "cat": s.work, "name": f"{s.work} {s.unit}".strip(), "pid": 1,
+                       "tid": rows.index(s.lane), "ts": (s.begin - start) / 1000, "dur": (s.end - s.begin) / 1000,
+                       "args": args})          # times in microseconds
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

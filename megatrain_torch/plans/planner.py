@@ -235,8 +235,8 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         micro: micro-batches of a step; None: as many as are best.
         homes: "ram", "vram", "arrive", "through" or, with nvme, "disk" or "disk+weights" for all units. Or a dict by
             name of unit, as in a plan. The rest is chosen for these. activations: "replay", "attention", "linked" (of
-            every second layer; of the others "attention"), "selective", "saved" or "attention+split", for all windows
-            that have it. With "+host" what is kept waits in host memory, with "+disk" and nvme in a file.
+            every second layer; of the others "attention"), "selective" or "saved", for all windows that have it. With
+            "+host" what is kept waits in host memory, with "+disk" and nvme in a file.
             slots: ring size. None: what is best.
         grads: "ram", or "none": gradients are kept nowhere, as mt.stream's plan has it; one micro-batch.
         states: how mt.AdamW keeps its states, as it takes them; mt.stream(plan=...) tells it.
@@ -268,9 +268,9 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     if compute == "auto" and products == "bf16":       # as mt.stream has it
         halves = all(w.itemsize == 2 for w in shape_with(states).windows)
         wishes = dataclasses.replace(wishes, fused=limits.device == "cuda" and halves)
-    problem, best, shape_with, experts = _best(shape_with, limits, wishes, experts)
+    problem, best, experts = _best(shape_with, limits, wishes, experts)
     if best is None:
-        raise refusal(problem, whole, shape_with)
+        raise refusal(problem, whole, functools.partial(shape_with, experts=experts))
     problem, best = _delivered(problem, *best, delivery)
     return _plan(problem, *best, nvme=disk, disk_room=wishes.nvme or 0, products=products, experts=experts,
                  assumed=not isinstance(model, nn.Module))
@@ -332,10 +332,10 @@ def _delivered(problem: Problem, choice: Choice, timing: Timing, asked: str | No
 
 WORTH_PIECES = 1.3          # by so much a few experts at a time must be faster: an H200 took 28 % more than the walk
                             # says, which fetches layers as a whole
-Found = tuple[Problem, tuple[Choice, Timing] | None, Callable[..., Shape], int]
 
 
-def _best(shape_with: Callable[..., Shape], limits: Machine, wishes: Wishes, experts: int | None) -> Found:
+def _best(shape_with: Callable[..., Shape], limits: Machine, wishes: Wishes, experts: int | None
+          ) -> tuple[Problem, tuple[Choice, Timing] | None, int]:
     """With a layer's experts fetched at once, or a few at a time where that takes clearly less time, or alone fits."""
     if experts is not None:
         check_count(experts, "experts", 0)
@@ -347,15 +347,13 @@ def _best(shape_with: Callable[..., Shape], limits: Machine, wishes: Wishes, exp
                              f"{'fused' if wishes.fused else 'eager'} layers; they have "
                              f"{', '.join(repr(mode) for mode in MODES if mode in had)}")
     problem, best = solve(problem)
-    if experts is not None or not shape.experts:
-        return problem, best, functools.partial(shape_with, experts=experts or 0), experts or 0
-    cut = shape_with(wishes.states, shape.experts)
-    if not any(u.fetched for u in cut.units):
-        return problem, best, shape_with, 0
-    other, found = solve(Problem(cut, limits, wishes))
-    if best is not None and (found is None or best[1].seconds <= found[1].seconds * WORTH_PIECES):
-        return problem, best, shape_with, 0
-    return other, found, functools.partial(shape_with, experts=shape.experts), shape.experts      # which needs less
+    pieces = shape.experts if experts is None else 0
+    cut = shape_with(wishes.states, pieces) if pieces else shape
+    if pieces and any(u.fetched for u in cut.units):
+        other, found = solve(Problem(cut, limits, wishes))
+        if best is None or (found is not None and best[1].seconds > found[1].seconds * WORTH_PIECES):
+            return other, found, pieces                  # where neither fits, what needs less
+    return problem, best, experts or 0
 
 
 def _plan(problem: Problem, choice: Choice, timing: Timing, **more: Any) -> Plan:

@@ -42,7 +42,7 @@ EARLY = max(GUESTS + AHEAD + 1, STAY)   # windows whose activations may be alive
 # further micro-batch added to its fp32 sum, rounded and measured. Of several ranks the first has a sum in fp32 too.
 GATHERED = (6, 16)
 # What first layers may keep in host memory, and how many of them, in parts of all.
-ON_HOST = ("replay+host", "attention+split", "attention+host", "selective+host", "saved+host")
+ON_HOST = ("replay+host", "attention+host", "selective+host", "saved+host")
 PARTS = 8
 LONG_SEQ = 1 << 16          # tokens of a sequence from which attention is most of a layer
 OVERHEAD = "Python, torch, driver"          # of host memory: what is there besides planes
