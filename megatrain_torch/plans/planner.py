@@ -380,14 +380,11 @@ def _span(names: list[str]) -> str:
 
 def own_code(own: dict[str, str]) -> str:
     """Names of layers, and why their own code runs them, as text."""
-    def number(name: str) -> int:
-        return int((re.findall(r"\d+", name) or ["-2"])[-1])
+    at = itertools.count()
 
-    found: list[tuple[str, list[str]]] = []
-    for name, why in own.items():
-        if found and found[-1][0] == why and number(name) == number(found[-1][1][-1]) + 1:
-            found[-1][1].append(name)
-        else:
-            found.append((why, [name]))
-    more = f"; and {len(found) - 3} more" if len(found) > 4 else ""
-    return "; ".join(f"{_span(names)} ({why})" for why, names in (found[:3] if more else found)) + more
+    def run(name: str) -> tuple[str, int]:               # the same for layers that follow one another
+        return own[name], int((re.findall(r"\d+", name) or ["-2"])[-1]) - next(at)
+
+    runs = [list(names) for _, names in itertools.groupby(own, key=run)]
+    told, more = (runs[:3], f"; and {len(runs) - 3} more") if len(runs) > 4 else (runs, "")
+    return "; ".join(f"{_span(names)} ({own[names[0]]})" for names in told) + more

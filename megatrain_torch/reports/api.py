@@ -15,7 +15,7 @@ from .. import _core
 from ..base.limits import host_limits, show_bytes
 from ..base.modes import GRADS, HOMES, MODES, PRODUCTS, SHOWN
 from ..figures.report import COUNTED, StepReport
-from ..figures.tables import Shown, Table, Tier, as_text, bytes_table, draw_tiers
+from ..figures.tables import Shown, Table, Tier, as_text, bytes_table
 from ..model.runtime import runtime_of
 from ..optim.states import master
 from ..plans.machine import Machine
@@ -85,14 +85,6 @@ class Storage(Shown):
     model: str
     homes: dict[str, int]
     tiers: list[Tier]
-
-    def picture(self, path: str | Path) -> None:
-        """Draws what lies in which memory; .png, .svg or .pdf.
-
-        Raises:
-            MegatrainError: matplotlib is not installed.
-        """
-        draw_tiers(path, self._head(), self.tiers)
 
     def _head(self) -> str:
         return f"{self.model}: units at home " + ", ".join(f"in {home} {n}" for home, n in self.homes.items())
