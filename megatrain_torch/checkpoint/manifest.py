@@ -36,7 +36,7 @@ TENSORS = re.compile(r"(model|weights|frozen|states)(-\d+-of-\d+)?\.safetensors(
 _number = itertools.count()
 
 
-def sha256(data: bytes) -> str:
+def sha256(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
@@ -100,7 +100,7 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
-def write(path: Path, data: bytes) -> None:
+def write(path: Path, data: bytes | memoryview) -> None:
     with path.open("xb") as f:
         f.write(data)
         f.flush()

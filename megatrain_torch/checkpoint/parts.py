@@ -50,7 +50,7 @@ class Parts:
     """A checkpoint that is not written yet."""
 
     files: list[TensorFile]
-    small: dict[str, bytes]     # by file name
+    small: dict[str, bytes | memoryview]        # by file name
     body: dict[str, Any]        # of the manifest
     still: dict[str, tuple[int, ...]]   # of frozen weights' files, by name: how often each weight had been written to
 
@@ -219,7 +219,7 @@ def held_by(files: list[TensorFile]) -> list[tuple[int, int]]:
 
 
 def _training(opt: torch.optim.Optimizer | None, names: dict[Tensor, str], scheduler: Any, extra: Any,
-              randoms: list[Any]) -> bytes:
+              randoms: list[Any]) -> memoryview:
     """The small things, serialised; what could not be read back is refused now."""
     whole: dict[str, Any] = {"random": randoms[0]} | ({"random_by_rank": randoms} if len(randoms) > 1 else {})
     if opt is not None:
@@ -227,7 +227,7 @@ def _training(opt: torch.optim.Optimizer | None, names: dict[Tensor, str], sched
         whole["groups"] = [{**g, "params": [names[p] for p in own["params"]]}
                            for g, own in zip(packed_groups, opt.param_groups)]
         if not isinstance(opt, AdamW):
-            whole["others"] = tree_map_only(Tensor, lambda t: plain(t).to("cpu", copy=True), opt.state_dict())
+            whole["others"] = tree_map_only(Tensor, _alone, opt.state_dict())
     for what, value in (("scheduler", scheduler.state_dict() if scheduler is not None else None), ("extra", extra)):
         whole[what] = value
         _serialised({what: value}, f"{what}: what mt.save is given must be tensors, numbers, strings, and containers "
@@ -235,15 +235,21 @@ def _training(opt: torch.optim.Optimizer | None, names: dict[Tensor, str], sched
     return _serialised(whole, "the optimizer's groups")
 
 
-def _serialised(value: Any, what: str) -> bytes:
+def _alone(t: Tensor) -> Tensor:
+    """Without its guard, and of a larger memory its own part: a pickle has all of a tensor's memory."""
+    t = plain(t)
+    return t.clone() if t.untyped_storage().nbytes() > t.nbytes else t
+
+
+def _serialised(value: Any, what: str) -> memoryview:
     memory = io.BytesIO()
     try:
         torch.save(value, memory)
         memory.seek(0)
-        torch.load(memory, weights_only=True, map_location="cpu")
+        torch.load(memory, weights_only=True, map_location="meta")       # so that no second copy of it all is made
     except Exception as e:
         raise MegatrainError(f"{what}: it cannot be loaded back ({e})") from e
-    return memory.getvalue()
+    return memory.getbuffer()
 
 
 def _beside(model: nn.Module, files: list[TensorFile]) -> dict[str, bytes]:
@@ -292,7 +298,7 @@ def kind_of(opt: torch.optim.Optimizer | None) -> str | None:
 
 
 def _body(rt: Runtime, opt: torch.optim.Optimizer | None, names: dict[Tensor, str],
-          small: dict[str, bytes]) -> dict[str, Any]:
+          small: dict[str, bytes | memoryview]) -> dict[str, Any]:
     ours = isinstance(opt, AdamW)
     parameters = {name: {"dtype": KINDS[p._mt.dtype], "shape": list(p._mt.shape)} for p, name in names.items()}
     if ours:
