@@ -29,7 +29,7 @@ from ..optim.adamw import AdamW
 from ..optim.states import CODES, MOMENTS, load_moments, set_master
 from ..store.records import Record
 from ..store.tensorfiles import DTYPES, Stored
-from . import likeness, manifest, parts
+from . import manifest, parts
 from .contents import MASTERS, Checkpoint, Reads, set_random_states
 from .parts import OURS, TORCHS, buffers_of, kind_of, names_of
 
@@ -124,9 +124,9 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         found = _Loading(rt, model, opt, Path(os.path.abspath(folder)))
         found.check(scheduler, verify, convert)
     source, training = found.source, found.source.training
-    like = {} if opt is None else likeness.known(rt, source.body.get("likeness"))
+    like = {} if opt is None else parts.known(rt, source.body.get("likeness"))
     if isinstance(opt, AdamW):
-        likeness.go_on(rt, like)
+        parts.go_on(rt, like)
         opt._ask_for_room()
     if scheduler is not None:                        # before states: its class is a stranger, and may refuse its own
         try:
@@ -139,7 +139,7 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
     rt.saved_files = parts.loaded(source.folder, source.body, {name: p._mt for p, name in found.names.items()},
                                   source.tensors)
     if opt is not None:
-        otherwise = likeness.differences(rt, like) + found.set_random_states()
+        otherwise = parts.differences(rt, like) + found.set_random_states()
         if otherwise:
             warnings.warn(f"{source.folder}: training goes on, with other bits than it would have had there: "
                           f"{'; '.join(otherwise)}", stacklevel=3)

@@ -21,7 +21,7 @@ import numpy as np
 from ..base.errors import MegatrainError
 from ..base.limits import show_bytes, show_size
 from ..base.modes import FORMATS
-from ..figures.tables import as_text, bytes_table
+from ..figures.report import as_text, bytes_table
 from .machine import Machine
 from .search import Problem, solve
 from .shapes import Shape

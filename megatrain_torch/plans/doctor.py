@@ -20,7 +20,7 @@ from torch.utils.benchmark import Timer
 from .. import _core, ops
 from ..base.limits import device_taken, host_limits, resident_bytes
 from ..base.modes import FORMATS, LEAST_CAPABILITY, LOW_BYTES, moved_bytes
-from ..figures.tables import as_text
+from ..figures.report import as_text
 from ..fused.templates.attention import Attention
 from .cards import MEASURED
 from .machine import MACHINES, RATES, Machine, describe, described_gpu, store_path

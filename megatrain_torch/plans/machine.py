@@ -27,7 +27,7 @@ from ..base.errors import MegatrainError
 from ..base.limits import host_limits, parse_bytes, show_bytes
 from ..base.modes import moved_bytes, through_up
 from ..base.strict import parsed, shown, table
-from ..figures.tables import as_text
+from ..figures.report import as_text
 from .cards import CALLED, CARDS, MEASURED
 
 TAKEN = 0.5                 # of what is copied beside AdamW, what that takes from it: 0.3 and 0.9 on two H200 machines

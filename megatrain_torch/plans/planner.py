@@ -33,8 +33,7 @@ from ..base.modes import (
     check_states,
     read,
 )
-from ..figures.report import LANES
-from ..figures.tables import Shown, Table, Tier, bytes_table, draw_tiers
+from ..figures.report import LANES, Shown, Table, Tier, bytes_table, draw_tiers
 from ..store.disk import FROZEN, PADDING, SPILLED, Disk
 from .changes import refusal
 from .machine import Machine, resolve

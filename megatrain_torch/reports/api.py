@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from .. import _core
 from ..base.limits import host_limits, show_bytes
 from ..base.modes import GRADS, HOMES, MODES, PRODUCTS, SHOWN
-from ..figures.report import COUNTED, StepReport
-from ..figures.tables import Shown, Table, Tier, as_text, bytes_table
+from ..figures.report import COUNTED, Shown, StepReport, Table, Tier, as_text, bytes_table
 from ..model.runtime import runtime_of
 from ..optim.states import master
 from ..plans.machine import Machine
