@@ -36,6 +36,7 @@ from .plans.machine import Machine
 from .plans.planner import Plan, plan
 from .reports.api import (
     Storage,
+    Trace,
     choices,
     explain,
     gather,
@@ -43,8 +44,8 @@ from .reports.api import (
     masters,
     measure_machine,
     storage,
+    trace,
 )
-from .reports.tracing import Trace, trace
 
 __all__ = ["AdamW", "CheckpointInfo", "Machine", "MegatrainError", "Plan", "Saving",
            "StepReport", "Storage", "Trace", "__version__", "checkpoint_bytes", "choices", "explain", "from_config",
