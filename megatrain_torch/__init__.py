@@ -47,11 +47,10 @@ from .reports.api import (
     trace,
 )
 
-__all__ = ["AdamW", "CheckpointInfo", "Machine", "MegatrainError", "Plan", "Saving",
-           "StepReport", "Storage", "Trace", "__version__", "checkpoint_bytes", "choices", "explain", "from_config",
-           "from_pretrained", "gather", "inspect_checkpoint", "last_step", "load", "masters", "measure_machine",
-           "parse_bytes", "plan", "read_pretrained", "save", "show_bytes", "storage", "stream", "stream_trainer",
-           "trace", "unstream"]
+__all__ = ["AdamW", "CheckpointInfo", "Machine", "MegatrainError", "Plan", "Saving", "StepReport", "Storage", "Trace",
+           "__version__", "checkpoint_bytes", "choices", "explain", "from_config", "from_pretrained", "gather",
+           "inspect_checkpoint", "last_step", "load", "masters", "measure_machine", "parse_bytes", "plan",
+           "read_pretrained", "save", "show_bytes", "storage", "stream", "stream_trainer", "trace", "unstream"]
 
 # Pickles of public classes name modules that had no rooms.
 for _name, _kind in (("machine", Machine), ("planner", Plan), ("report", StepReport), ("storage", Storage)):

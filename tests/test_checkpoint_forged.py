@@ -21,7 +21,7 @@ import megatrain_torch as mt
 from megatrain_torch.base import strict
 from megatrain_torch.checkpoint import manifest, parts
 from megatrain_torch.checkpoint import save as checkpoint
-from megatrain_torch.checkpoint.contents import training_of
+from megatrain_torch.checkpoint.manifest import training_of
 from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.store import tensorfiles
 

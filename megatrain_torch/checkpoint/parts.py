@@ -34,7 +34,7 @@ from ..store.guard import plain
 from ..store.records import KINDS, Record
 from ..store.tensorfiles import LENGTH_BYTES, Entry, Stored, TensorFile, packed
 from . import manifest
-from .contents import ALONE, INDEX, MASTERS, TRAINING
+from .manifest import ALONE, INDEX, MASTERS, TRAINING
 
 if TYPE_CHECKING:
     from ..model.runtime import Runtime

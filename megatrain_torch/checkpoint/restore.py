@@ -30,7 +30,7 @@ from ..optim.states import CODES, MOMENTS, load_moments, set_master
 from ..store.records import Record
 from ..store.tensorfiles import DTYPES, Stored
 from . import manifest, parts
-from .contents import MASTERS, Checkpoint, Reads, set_random_states
+from .manifest import MASTERS, Checkpoint, Reads, set_random_states
 from .parts import OURS, TORCHS, buffers_of, kind_of, names_of
 
 if TYPE_CHECKING:

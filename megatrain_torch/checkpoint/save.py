@@ -41,7 +41,7 @@ from ..model.runtime import runtime_of
 from ..optim.adamw import AdamW
 from ..store.tensorfiles import TensorFile
 from . import manifest
-from .contents import random_states
+from .manifest import random_states
 from .parts import Parts, held_by, parts_of, standing_parent
 
 if TYPE_CHECKING:
