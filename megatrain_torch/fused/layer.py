@@ -389,7 +389,7 @@ class Layer(torch.autograd.Function):
         if bundle is not None:               # on its way off the device, but for what is small
             may = bundle.swap.may
             kept = tree_map_only(Tensor, lambda t: bundle.add(t) if may(t) else t, kept)
-            if mode.input and mode.keep != LINKED and may(x):
+            if mode.keep != LINKED and may(x):
                 bundle.input = bundle.add(x).number
             bundle.leave()
         ctx.kept = kept
