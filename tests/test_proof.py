@@ -26,6 +26,7 @@ import torch
 import zoo
 from fusing import codes, lm, none_fused, stream
 from torch import Tensor, nn
+from torch._dynamo import guards
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -389,7 +390,8 @@ def test_other_variables_of_the_environment_are_nobodys_code(monkeypatch: pytest
 
 
 def test_collections_meanwhile_are_nobodys_code() -> None:
-    """A callback of the collector's may run wherever Python does."""
+    """A callback of the collector's may run wherever Python does. Settings of dynamo hold while it reads alone."""
+    theirs = guards.profile_guard_manager
     model = mt.stream(nn.Sequential(nn.Linear(16, 16), Norm(), nn.Linear(16, 16)), "cpu", compute="fused",
                       units=["0", "1", "2"])
     before, calls = gc.get_threshold(), []
@@ -401,6 +403,7 @@ def test_collections_meanwhile_are_nobodys_code() -> None:
         gc.set_threshold(*before)
         gc.callbacks.pop()
     assert calls and runtime_of(model).windows[1].code == "template"
+    assert guards.profile_guard_manager is theirs
 
 
 @pytest.mark.parametrize("what", [None, "clamps"])
