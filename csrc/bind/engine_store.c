@@ -97,7 +97,9 @@ PyObject *mt_engine_set_trainable(PyObject *self, PyObject *args)
     MT_ENGINE(e, "O&O&p:set_trainable", mt_as_unit, &unit, mt_as_param, &param, &on);
     if (on)                              /* from now on updates keep it current on the host */
         MT_WAITING(e, st, mt_mirror_read(e->cx.store, unit, param));
-    return mt_engine_done(e, st != MT_OK ? st : mt_store_set_trainable(e->cx.store, unit, param, on));
+    if (st == MT_OK)
+        st = mt_store_set_trainable(e->cx.store, unit, param, on);
+    return mt_engine_done(e, st);
 }
 
 PyObject *mt_engine_hi_bytes(PyObject *self, PyObject *args)

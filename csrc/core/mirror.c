@@ -124,14 +124,14 @@ int mt_mirror_any(mt_store *s, int unit, int param, unsigned planes, unsigned st
     return which(mt__unit_at(s, unit), param, planes, states) != 0;
 }
 
-/* Weights that are aloft, and not here, cannot have been written. */
+/* Weights that are aloft, and not here, cannot have been written: who writes has read. */
 void mt__mirror_touched(mt_store *s, int unit)
 {
     mt__unit *u = mt__unit_at(s, unit);
 
     MT_HOLD(&s->mirror_mu);
     for (int i = 0; i < u->shape.n; i++)
-        if (!is_aloft(u, i) || *copy_at(u, MT_PLANE_HI, i) != MT_MIRROR_STALE)
+        if (!is_aloft(u, i) || !which(u, i, HI, IS(STALE) | IS(LOADING)))
             tell(u, i, HI, MT_MIRROR_TOUCHED);
 }
 

@@ -12,9 +12,10 @@
  * others copy that portion from slot to slot, where slots are within each other's reach (NVLink, or
  * peer access over PCIe): 2 (N - 1) / N bytes of a parameter. It also goes down to the share, where
  * every process reads weights whatever the unit's home: 2 / N bytes. Only what was updated moves:
- * frozen weights are the same in all slots, and not in host memory (mirror.c). Ranks whose slots are
- * out of reach fetch it up from there. Other machines' portions come into the slot of who speaks for their
- * rank (relay.h), and go down to the share from there. No rank waits at a collective.
+ * frozen weights are the same in all slots, and not in host memory (mirror.c). Ranks whose slots
+ * are out of reach fetch it up from there. Other machines' portions come into the slot of who
+ * speaks for their rank (relay.h), and go down to the share from there. No rank waits at a
+ * collective.
  *
  * Units are raised in the order in which their updates were put, ahead of their windows; an await
  * that comes before does it itself. They are lowered in chunks, two in the queue at a time: a
@@ -77,8 +78,8 @@ static mt_status copy_down(const mt_resident *r, const mt__settled *h, mt_queue 
 /* Under mu. Into the slot, from plane HI or another slot at src: of bytes [from, to) those of
  * parameters of which the host is ahead; *bytes grows by as many. The others' are in the slot, and
  * perhaps not in host memory (mirror.h). */
-static mt_status copy_ahead(const mt_resident *r, const mt__settled *h, mt_queue *q, const char *src,
-                            size_t from, size_t to, uint64_t *bytes)
+static mt_status copy_ahead(const mt_resident *r, const mt__settled *h, mt_queue *q,
+                            const char *src, size_t from, size_t to, uint64_t *bytes)
 {
     int n = mt_store_params(r->store, h->unit);
 
@@ -480,8 +481,8 @@ static mt_status put_back(mt_resident *r, const mt__settled *h, mt_queue *q)
 }
 
 /* Under mu. Nothing to do when somebody was here before. Copied is of what the host is ahead; in a
- * share, where nothing was written from outside, what other ranks have updated. run NULL: the queue has waited for
- * it. *q: the queue that the copy was put in, which reads the share. */
+ * share, where nothing was written from outside, what other ranks have updated. run NULL: the queue
+ * has waited for it. *q: the queue that the copy was put in, which reads the share. */
 static mt_status put_fetch(mt_resident *r, mt__settled *h, mt_queue *run, mt_queue **q)
 {
     int       unit = h->unit;
@@ -494,8 +495,9 @@ static mt_status put_fetch(mt_resident *r, mt__settled *h, mt_queue *run, mt_que
     *q = r->queue;
     if (!is_ahead(r, unit))
         return MT_OK;
+    /* In a share what is not on the host is as it is here. */
     if (mt_mirror_any(r->store, unit, -1, HI,
-                      (r->ferry.open ? 0 : IS(STALE)) | IS(LOADING) | IS(TORN)))
+                      IS(TORN) | (r->ferry.open ? 0 : IS(STALE) | IS(LOADING))))
         return MT_FAIL(MT_ESTATE, "unit %s: its weights were written on the host where they were "
                        "older than the device's; they must be brought before",
                        mt_store_name(r->store, unit));

@@ -757,7 +757,8 @@ mt_status mt_store_commit(mt_store *s, int unit, mt_plane p)
     for (int i = -1; (a = arena_of(u, pl, i)) != NULL; i++) {
         mt_arena made = *a;
 
-        if (p == MT_PLANE_HI && atomic_load(&u->mirror.aloft) != NULL) {     /* it has all of its pages again */
+        /* It has all of its pages again. */
+        if (p == MT_PLANE_HI && atomic_load(&u->mirror.aloft) != NULL) {
             mt_arena_unregister(&made);
             mt_arena_keep(&made, 0, made.bytes);
             made.reserved = 1;

@@ -54,8 +54,8 @@ typedef struct mt__mirror {
     unsigned       claimed;          /* planes to which somebody has a claim */
     int            busy;             /* a thread is behind the door */
     int            all_evict;        /* in a share: all ranks are at the unit's evict */
-    _Atomic(unsigned char *) aloft;  /* [n] in a share: weights that are aloft (mirror.c). NULL: none
-                                      * are. Written while all ranks evict, or move, the unit */
+    _Atomic(unsigned char *) aloft;  /* [n] in a share: weights that are aloft (mirror.c). NULL:
+                                      * none. Written while all ranks evict, or move, the unit */
 } mt__mirror;
 
 typedef struct mt__unit {
