@@ -151,7 +151,7 @@ def main() -> None:
         run.step()
     with tempfile.TemporaryDirectory(dir=args.path) as name:
         folder = Path(name) / "checkpoint"
-        nbytes = mt.save(run.model, run.opt, folder, dry_run=True).bytes
+        nbytes = sum(mt.checkpoint_bytes(run.model, folder, args.states))
         if "save" in args.only:
             bench_saves(run, args, folder)
         if "behind" in args.only:

@@ -21,7 +21,7 @@ from ._core import __version__
 from .base.errors import MegatrainError
 from .base.limits import parse_bytes, show_bytes
 from .checkpoint.restore import CheckpointInfo, checkpoint_bytes, inspect_checkpoint, load
-from .checkpoint.save import SavePlan, Saving, save
+from .checkpoint.save import Saving, save
 from .figures.report import StepReport
 from .model.stream import (
     from_config,
@@ -36,6 +36,7 @@ from .plans.machine import Machine
 from .plans.planner import Plan, plan
 from .reports.api import (
     Storage,
+    Trace,
     choices,
     explain,
     gather,
@@ -43,14 +44,13 @@ from .reports.api import (
     masters,
     measure_machine,
     storage,
+    trace,
 )
-from .reports.tracing import Trace, trace
 
-__all__ = ["AdamW", "CheckpointInfo", "Machine", "MegatrainError", "Plan", "SavePlan", "Saving",
-           "StepReport", "Storage", "Trace", "__version__", "checkpoint_bytes", "choices", "explain", "from_config",
-           "from_pretrained", "gather", "inspect_checkpoint", "last_step", "load", "masters", "measure_machine",
-           "parse_bytes", "plan", "read_pretrained", "save", "show_bytes", "storage", "stream", "stream_trainer",
-           "trace", "unstream"]
+__all__ = ["AdamW", "CheckpointInfo", "Machine", "MegatrainError", "Plan", "Saving", "StepReport", "Storage", "Trace",
+           "__version__", "checkpoint_bytes", "choices", "explain", "from_config", "from_pretrained", "gather",
+           "inspect_checkpoint", "last_step", "load", "masters", "measure_machine", "parse_bytes", "plan",
+           "read_pretrained", "save", "show_bytes", "storage", "stream", "stream_trainer", "trace", "unstream"]
 
 # Pickles of public classes name modules that had no rooms.
 for _name, _kind in (("machine", Machine), ("planner", Plan), ("report", StepReport), ("storage", Storage)):

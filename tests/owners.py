@@ -2,7 +2,7 @@
 
 All of them are in this process, with a share, and take turns: all begin something before one waits. A `Party` is such an
 engine: it is told of whole gradients, and hands over what is its own of them. Shared by test_owners.py (CPU device) and
-gpu/test_owners_on_gpu.py.
+gpu/test_on_gpu.py.
 """
 from __future__ import annotations
 

@@ -292,17 +292,19 @@ def refused_on_one(rank: int, group: Any) -> str:
 
 
 def save_fails_on_one(rank: int, group: Any, folder: str) -> str:
-    """In the user's own function; and then all save."""
-    model = mt.stream(Choosy(), "cpu", group=group, plan=plan)
+    """While it writes; and then all save."""
+    model, follow = mt.stream(Choosy(), "cpu", group=group, plan=plan), mt.Saving._follow
 
-    def progress(done: int, total: int) -> None:
-        if rank == 1:
-            raise ValueError("mine")
+    def fail(*_: Any) -> None:
+        raise ValueError("mine")
+    if rank == 1:
+        mt.Saving._follow = fail
     try:
-        mt.save(model, None, folder + "/c", progress=progress)
+        mt.save(model, None, folder + "/c")
         return "it was not refused"
     except mt.MegatrainError as error:
         said = str(error)
+    mt.Saving._follow = follow
     mt.save(model, None, folder + "/c")
     mt.load(model, None, folder + "/c")
     mt.unstream(model)

@@ -436,7 +436,7 @@ def test_a_plan_by_hand_has_no_other_keys(word: str) -> None:
         mt.stream(plain_dots(), device="cpu", plan={word: 1})
 
 
-@pytest.mark.parametrize("mode", ["whole", "saved+split", "selective+split"])
+@pytest.mark.parametrize("mode", ["whole", "saved+split", "attention+split"])
 def test_modes_that_are_gone_are_refused(mode: str) -> None:
     with pytest.raises(mt.MegatrainError, match=re.escape(f"activations={mode!r}; use 'auto', 'replay', 'attention', ")):
         mt.stream(plain_dots(), device="cpu", plan={"activations": {"layers.0": mode}})

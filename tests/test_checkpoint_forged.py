@@ -21,7 +21,7 @@ import megatrain_torch as mt
 from megatrain_torch.base import strict
 from megatrain_torch.checkpoint import manifest, parts
 from megatrain_torch.checkpoint import save as checkpoint
-from megatrain_torch.checkpoint.contents import training_of
+from megatrain_torch.checkpoint.manifest import training_of
 from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.store import tensorfiles
 
@@ -30,9 +30,9 @@ DEEP = b"[" * 100_000
 Body = dict[str, Any]
 
 
-def pair(kind: Any = mt.AdamW) -> tuple[Any, Any, Any]:
+def pair() -> tuple[Any, Any, Any]:
     model = mt.stream(plain_dots(torch.bfloat16, SHAPES), device="cpu")
-    opt = kind(model.parameters(), lr=1e-2)
+    opt = mt.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(opt, 10)
     feed(model, opt, grads_for(model, 0))
     return model, opt, scheduler
@@ -45,7 +45,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patched.setattr(checkpoint, "FILE_BYTES", 500)               # several files, with an index
         model, opt, scheduler = pair()
         mt.save(model, opt, folder / "ours", scheduler=scheduler)
-        mt.save(*pair(torch.optim.AdamW)[:2], folder / "torchs")
     return folder
 
 
@@ -247,15 +246,7 @@ def test_a_tensor_that_two_files_have_is_refused(folder: Path, target: Any) -> N
     assert "which is in model-00001-of-00003.safetensors too" in refused(folder, target)
 
 
-# ---- index and training.pt -----------------------------------------------------------------------
-
-@pytest.mark.parametrize("data", [b"", b"[]", DEEP, b"{}", b'{"weight_map": 3}', b'{"weight_map": {}}',
-                                  b'{"weight_map": {"layers.0.weight": "../x"}}',
-                                  b'{"weight_map": {"layers.0.weight": 3}}'], ids=lambda data: repr(data[:40]))
-def test_an_index_with_something_else_in_it_is_refused(folder: Path, target: Any, data: bytes) -> None:
-    replace(folder, parts.INDEX, data)
-    assert parts.INDEX in refused(folder, target)
-
+# ---- training.pt -----------------------------------------------------------------------------------
 
 def pickled(value: Any) -> bytes:
     memory = io.BytesIO()
@@ -272,8 +263,6 @@ class Strange:
     pass
 
 
-GROUP: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "maximize": False,
-                         "params": [f"layers.{i}.weight" for i in range(3)]}
 TRAININGS: dict[str, Callable[[Path], bytes]] = {
     "empty": lambda _: b"", "text": lambda _: b"abc", "cut": lambda f: (f / parts.TRAINING).read_bytes()[:-99],
     "a class": lambda _: pickled(Strange()), "a list": lambda _: pickled([]), "a number": lambda _: pickled(3),
@@ -282,10 +271,7 @@ TRAININGS: dict[str, Callable[[Path], bytes]] = {
     **{f"{name}={value!r}": lambda f, name=name, value=value: changed(f, **{name: value}) for name, value in [
         ("random", 3), ("random", {}), ("random", {"python": 3, "torch": 3}), ("groups", 3), ("groups", [3]),
         ("groups", [{}]), ("groups", [{"params": 3}]), ("groups", [{"params": [3]}]), ("groups", []), ("scheduler", 3),
-        ("scheduler", [1]), ("scheduler", "a"), ("others", 3), ("others", {FIRST: 3}), ("others", {3: {}}),
-        *(("groups", [GROUP | {k: v}]) for k, v in [("lr", "fast"), ("lr", float("nan")), ("lr", None), ("betas", 3),
-                                                    ("betas", (0.9,)), ("betas", ("a", "b")), ("eps", []),
-                                                    ("maximize", 3)])]},
+        ("scheduler", [1]), ("scheduler", "a")]},
 }
 
 
@@ -294,25 +280,6 @@ def test_a_training_pt_with_something_else_in_it_is_refused(folder: Path, target
                                                             make: Callable[[Path], bytes]) -> None:
     replace(folder, parts.TRAINING, make(folder))
     assert parts.TRAINING in refused(folder, target) or "groups have" in refused(folder, target)
-
-
-@pytest.mark.parametrize("others", [..., {FIRST: {"step": "a"}}, {FIRST: {}, "x": {"step": 1}}, {FIRST: {"moments": 1}},
-                                    {FIRST: {"step": torch.tensor(float("nan"))}}, {FIRST: {"step": -1}}],
-                         ids=lambda o: repr(o)[:50])
-@pytest.mark.parametrize("kind", [mt.AdamW, torch.optim.AdamW], ids=["ours", "torchs"])
-def test_states_of_torchs_adamw_are_looked_at_too(saved: Path, tmp_path: Path, target: Any, kind: Any,
-                                                  others: Any) -> None:
-    folder = Path(shutil.copytree(saved / "torchs", tmp_path / "t"))
-    replace(folder, parts.TRAINING, changed(folder, others=others))
-    model, opt, _ = target if kind is mt.AdamW else pair(kind)
-    before = everything(model, opt) if kind is mt.AdamW else {"w": model.layers[0].weight.clone()}
-    try:
-        mt.load(model, opt, folder)
-    except mt.MegatrainError:
-        after = everything(model, opt) if kind is mt.AdamW else {"w": model.layers[0].weight.clone()}
-        assert not [k for k, v in before.items() if not torch.equal(v, after[k])]
-    else:
-        raise AssertionError("states that are incomplete were taken")
 
 
 # ---- the reader itself ---------------------------------------------------------------------------
@@ -334,12 +301,10 @@ def test_entries_may_come_in_any_order(tmp_path: Path) -> None:
     assert set(tensorfiles.listed(tmp_path / "a.safetensors")) == {"a", "b"}
 
 
-@pytest.mark.parametrize("text, words", [
-    (b'{"a": 1, "a": 2}', "'a' is there twice"), (b"[NaN]", "NaN is no JSON"), (b"[-Infinity]", "no JSON"),
-    (b"[1e400]", "beyond what a number holds"), (b"[18446744073709551616]", "64 bits"), (b"\xc3", "utf-8"),
-    (DEEP, "too deep")], ids=lambda v: repr(v[:20]))
-def test_what_is_no_json_of_ours_is_named(text: bytes, words: str) -> None:
-    with pytest.raises(mt.MegatrainError, match=words):
+@pytest.mark.parametrize("text, words", [(b"[,]", "line 1 column 2"), (b"\xc3", "utf-8"), (b"9" * 10_000, "digits"),
+                                         (DEEP, "recursion")], ids=lambda v: repr(v[:20]))
+def test_what_is_no_json_is_named(text: bytes, words: str) -> None:
+    with pytest.raises(mt.MegatrainError, match=f"here: .*{words}"):
         strict.parsed(text, "here")
 
 

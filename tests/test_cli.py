@@ -402,7 +402,7 @@ def test_a_run_learns_and_says_what_bound_it(whole_run: Path) -> None:
 def test_the_bar_tells_how_far_a_step_is_that_takes_long(monkeypatch: pytest.MonkeyPatch,
                                                          capsys: pytest.CaptureFixture[str]) -> None:
     from megatrain_torch.commands import loop
-    from megatrain_torch.reports.tracing import Progress
+    from megatrain_torch.reports.api import Progress
     monkeypatch.setenv("FORCE_COLOR", "1")               # rich takes that for a terminal
     monkeypatch.delenv("NO_COLOR", raising=False)
     now = [0.0]

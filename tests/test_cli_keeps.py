@@ -25,7 +25,7 @@ from megatrain_torch.commands import folder, models
 from megatrain_torch.commands.folder import FILE, LOCK, MARKER, Owned, write_yaml
 from megatrain_torch.commands.launch import Team
 from megatrain_torch.commands.loop import Bar, Requests
-from megatrain_torch.reports.tracing import Trace
+from megatrain_torch.reports.api import Trace
 
 Tree = dict[str, bytes | str]
 

@@ -239,10 +239,12 @@ def test_forks_beside_updates_and_a_save_change_nothing(tmp_path: Path) -> None:
     assert [float(loss), *[float(p.sum()) for p in model.parameters()]] == expected
 
 
-def test_a_child_that_is_asked_to_wait_for_a_save_says_where(tmp_path: Path) -> None:
+def test_a_child_that_is_asked_to_wait_for_a_save_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, opt = streamed("ram", tmp_path)
     train(model, opt, 1)
-    saving = mt.save(model, opt, tmp_path / "run", asynchronous=True, progress=lambda *_: time.sleep(0.5))
+    follow = mt.Saving._follow
+    monkeypatch.setattr(mt.Saving, "_follow", lambda *own: (time.sleep(0.5), follow(*own)))
+    saving = mt.save(model, opt, tmp_path / "run", asynchronous=True)
 
     def wait() -> str:
         try:

@@ -126,7 +126,9 @@ def test_a_layer_frozen_for_another_pass_hands_over_the_same(keep: str) -> None:
     assert all(torch.equal(plain[n], g) for n, g in found.items())
 
 
-@pytest.mark.parametrize("name", UNFIT)
+# The first of each reason; all with MEGATRAIN_FULL.
+@pytest.mark.parametrize("name", [pytest.param(name, marks=parity.LONG if why in [*UNFIT.values()][:i] else ())
+                                  for i, (name, why) in enumerate(UNFIT.items())])
 def test_an_architecture_without_a_template_says_why_and_runs_its_own_code(name: str) -> None:
     case = zoo.CASES[name]
     model = stream(case.build())

@@ -44,7 +44,7 @@ def test_the_notebook_runs_and_shows_tables_and_pictures() -> None:
     names: dict[str, Any] = {}
     seen = [as_seen(shown(source, names)) for source in cells()]
     plan, before, report, picture, after = seen[1:6]
-    assert "<table>" in plan and "predicted" in plan and "device memory" in plan
+    assert "<pre>" in plan and "predicted" in plan and "device memory" in plan
     assert "weights" in before and "moments" not in before and "moments" in after
     assert "bound by" in report and picture.startswith(b"\x89PNG")
     losses = names["losses"]

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import itertools
 import json
 import math
@@ -111,9 +112,7 @@ def test_plan_as_text() -> None:
 
 def test_html_has_the_same_figures() -> None:
     plan = mt.plan(small(), tokens=4096, seq=512, machine=FLAT)
-    cells = re.findall(r"<td>([^<]+)</td>", plan._repr_html_())
-    missing = [c for c in cells if c.replace("&#x27;", "'") not in str(plan)]
-    assert cells and missing == []
+    assert html.unescape(plan._repr_html_()) == f"<pre>{plan}</pre>"
 
 
 # ---- what is chosen
@@ -289,7 +288,7 @@ def test_states_that_host_memory_cannot_hold_go_to_disk(tmp_path: Path) -> None:
     """The last units' and no more of them than must; the step is as long as the drive takes for them at least."""
     asked = {"tokens": 16384, "seq": 1024, "homes": "ram", "machine": dataclasses.replace(FLAT, disk_both_gbps=1.0)}
     whole = mt.plan(small(24), **asked)
-    assert not whole.disk and whole.disk_years == float("inf")
+    assert not whole.disk
     limit = whole.host_bytes - 100_000_000
     with pytest.raises(mt.MegatrainError) as refused:
         mt.plan(small(24), **asked, host=limit)
@@ -301,11 +300,7 @@ def test_states_that_host_memory_cannot_hold_go_to_disk(tmp_path: Path) -> None:
     assert plan.host_bytes - MEMORY_BYTES + plan.disk_written == whole.host_bytes
     drive_s = 2 * plan.disk_written / 1e9
     assert plan.busy["disk"] == pytest.approx(drive_s) and plan.seconds > drive_s > whole.seconds and plan.idle["disk"]
-    assert plan.disk_years == pytest.approx(3504e12 / plan.disk_written * plan.seconds / (365.25 * 86400))
-    assert "rating of a Samsung PM9A3" in str(plan) and "years of such steps" in str(plan) and plan.bound == "disk"
-    unknown = mt.plan(small(24), **asked | {"machine": dataclasses.replace(asked["machine"], disk_tbw=0.0)}, host=limit,
-                      nvme=least)
-    assert "not known" in str(unknown) and math.isnan(unknown.disk_years)
+    assert plan.bound == "disk"
     with pytest.raises(mt.MegatrainError):
         mt.plan(small(24), **asked, host=limit, nvme={"limit": least["limit"] - 1})
     forced = mt.plan(small(24), **asked | {"homes": "disk"}, nvme=str(tmp_path))
@@ -371,14 +366,15 @@ def test_a_key_value_cache_counts_where_a_forward_fills_one() -> None:
 
 def every_choice(p: Problem) -> list[Choice]:
     fitting, tracks = [], {micro: tracks_of(p, micro) for micro in p.micro_counts}
-    for row, ring, micro in itertools.product(p.rows, p.rings, p.micro_counts):
-        if row.several != (micro > 1):
+    rows = zip(p.rows, p.arrays.planes, p.arrays.host, p.arrays.room)
+    for ((homes, several), planes, host, room), ring, micro in itertools.product(rows, p.rings, p.micro_counts):
+        if several != (micro > 1):
             continue
-        here, states = row.planes + sum(p.tally.slots(row.homes, ring)), p.tally.visiting(row.homes)
-        fitting += [Choice(micro, row.homes, ring, made.modes(level)) for made in tracks[micro]
+        here, states = planes + sum(p.tally.slots(homes, ring)), p.tally.visiting(homes)
+        fitting += [Choice(micro, homes, ring, made.modes(level)) for made in tracks[micro]
                     for level in range(len(made.peaks))
                     if here + made.most(level, states) <= p.machine.vram_bytes
-                    and row.host + made.away <= p.machine.host_bytes and made.spilled <= row.room]
+                    and host + made.away <= p.machine.host_bytes and made.spilled <= room]
     return fitting
 
 
@@ -582,7 +578,7 @@ def test_a_machine_file_is_found_by_path_and_by_environment(tmp_path: Path, monk
 @pytest.mark.parametrize("wrong", [
     {"vram_bytes": "24GiB"}, {"host_bytes": -1}, {"gemm": []}, {"gemm": [[1, 2, "x"]]}, {"attention": [[1, 2]]},
     {"attention": [[2, 1, 1], [1, 1, 1]]}, {"adam_gparams": [[1, 0.0]]}, {"hbm_gbps": None}, {"origins": [["gemm"]]},
-    {"device": "tpu"}, {"disk_tbw": -1}, {"one_memory": "no"}], ids=str)
+    {"device": "tpu"}, {"disk_read_gbps": -1}, {"one_memory": "no"}], ids=str)
 def test_a_field_of_a_machine_that_no_rate_can_be_is_named(wrong: dict[str, Any]) -> None:
     """Before a plan meets it."""
     with pytest.raises(mt.MegatrainError, match=f"description: {next(iter(wrong))}="):
@@ -613,9 +609,8 @@ def test_doctor_measures_and_plans_use_it(command: Callable, monkeypatch: pytest
     monkeypatch.setattr(doctor, "CPU", doctor.CPU._replace(parameters=100_000, copy_bytes=2**20, least_s=0.001))
     monkeypatch.setattr(doctor, "CPU", doctor.CPU._replace(disk_bytes=2**20))
     status, out, _ = command("doctor", "--device", "cpu", "--disk", str(tmp_path))
-    assert "disk: read, write; together" in out and "PM9A3" not in out and re.search(r"its rating +not known", out)
+    assert "disk: read, write; together" in out and "PM9A3" not in out
     kept = mt.Machine.parse(str(tmp_path / "kept" / "machine.json"))
-    assert kept.disk_tbw == 0 and mt.Machine.parse(f"{tmp_path}/kept/machine.json,disk_tbw=1200").disk_tbw == 1200
     assert status == 0 and "AdamW" in out and f"{kept.h2d_gbps:.4g}" in out
     assert kept.device == "cpu" and kept.versions["torch"] == torch.__version__
     assert all(rate > 0 for *_, rate in (*kept.gemm, *kept.attention, *kept.adam_gparams))

@@ -177,7 +177,7 @@ def test_plans_and_refusals_as_json(command: Callable, model: Path) -> None:
     asked = ("plan", model, "--tokens", "8192", "--seq", "1024", "--machine", "rtx4090", "--json")
     status, out, err = command(*asked)
     found = json.loads(out, parse_constant=pytest.fail)
-    assert (status, err) == (0, "") and found["fits"] and found["disk_years"] is None
+    assert (status, err) == (0, "") and found["fits"]
     assert found["tokens_per_second"] == pytest.approx(8192 / found["seconds"])
     assert found["vram_bytes"] == sum(found["vram"].values())
     assert found["machine"]["origins"]["gemm"] == "published"

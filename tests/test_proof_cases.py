@@ -222,6 +222,25 @@ def test_no_name_of_an_argument_decides_anything(batch: Any, placed: bool) -> No
         fusing.all_fused(codes(model))
 
 
+class LearntAngles(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.scale = inner, nn.Parameter(torch.ones(()))
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        return tuple(t * self.scale for t in self.inner(*args, **kwargs))
+
+
+def test_an_argument_that_needs_a_gradient_has_it() -> None:
+    parity.seed()
+    plain = LLAMA()
+    plain.model.rotary_emb = LearntAngles(plain.model.rotary_emb)
+    model = stream(copy.deepcopy(plain))
+    found = [fusing.grads_of(m, zoo.text_unpadded(0)) for m in (plain, model)]
+    fusing.none_fused(codes(model), "needs a gradient")
+    fusing.grads_agree(*found)
+
+
 def test_an_argument_that_the_template_does_not_know_and_the_layer_uses() -> None:
     parity.seed()
     plain = LLAMA()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import megatrain_torch as mt
 from megatrain_torch import ops
-from megatrain_torch.checkpoint import likeness, manifest
+from megatrain_torch.checkpoint import manifest, parts
 from megatrain_torch.fused.templates import attention
 from megatrain_torch.fused.templates.attention import Attention
 from megatrain_torch.fused.templates.decoder import GatedMLP
@@ -283,6 +283,6 @@ def test_what_a_run_does_otherwise_is_told(change: Any, said: str, tmp_path: Pat
 def test_a_checkpoint_says_what_its_bits_are_of(tmp_path: Path) -> None:
     pair = Pair(activations={"model.layers.0": "replay"})
     pair.step(0)
-    note = json.loads(json.dumps(likeness.note(runtime_of(pair.model))))
+    note = json.loads(json.dumps(parts.likeness(runtime_of(pair.model))))
     assert note["kept"]["model.layers.0"] == "replay" and note["kept"]["model.layers.1"] == "saved" and not note["chosen"]
     assert note["versions"]["torch"] == torch.__version__ and note["tokens"] > 0 and note["memory"] == [0, 0]

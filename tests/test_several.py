@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from torch import nn
 from megatrain_torch import MegatrainError
 from megatrain_torch.group import between
 from megatrain_torch.group.control import Waits, done
-from megatrain_torch.group.ranks import Ranks, give_back
+from megatrain_torch.group.ranks import Ranks, give_back, shared
 from megatrain_torch.model.filling import _give_memory
 from megatrain_torch.model.stream import leaves_in_order, processors
 
@@ -655,6 +656,12 @@ def test_who_waits_in_vain(notes: dict[int, tuple[str, list[int]]], stuck: list[
     waits.members, waits._me = notes[0][1], 0
     monkeypatch.setattr(waits, "_read", lambda r: {"at": notes[r][0], "of": notes[r][1]} if r in notes else None)
     assert sorted(waits.stuck()) == stuck
+
+
+def test_memory_that_another_process_does_not_open_is_refused_by_name() -> None:
+    ranks: Any = SimpleNamespace(rank=1, mates=[0, 1], gather=lambda own: [(1 << 30, 5), own])
+    with pytest.raises(MegatrainError, match=r"memory of process 1073741824.*No such file.*in one container"):
+        shared(ranks, -1)
 
 
 def test_work_that_ends_as_the_wait_does_is_over() -> None:

@@ -89,7 +89,7 @@ def test_a_plan_is_what_happens(tmp_path: Path) -> None:
     with pytest.raises(MegatrainError, match=r"activations='selective\+disk': give the directory"):
         mt.plan(model, **asked)
     plan = mt.plan(model, **asked, nvme=str(tmp_path))
-    assert set(plan.activations.values()) == {"saved", "selective+disk"} and "years of such steps" in str(plan)
+    assert set(plan.activations.values()) == {"saved", "selective+disk"}
     model = mt.stream(model, "cpu", plan=plan)
     core = runtime_of(model).core
     assert core.swap_file()[1] == plan.disk["activations"] == plan.disk_written
@@ -110,7 +110,7 @@ def test_a_million_tokens_go_to_device_host_and_disk() -> None:
     plan = mt.plan(seven(28), **asked, nvme={"limit": "64GiB"})
     kinds = {m.partition("+")[2] for m in plan.activations.values()}
     assert kinds == {"", "host", "disk"} and least <= plan.disk_bytes <= 64 << 30
-    assert plan.disk_written == plan.disk["activations"] and plan.disk_years < 5
+    assert plan.disk_written == plan.disk["activations"]
     assert plan.vram_bytes <= plan.machine.vram_bytes and plan.host_bytes <= plan.machine.host_bytes
 
 

@@ -289,16 +289,13 @@ def test_evaluation_is_a_step_of_its_own() -> None:
 def test_last_step_is_the_last_finished_step_of_the_trace() -> None:
     model = streamed()
     opt = adamw(model)
-    with mt.trace(model, rates={"h2d": 1e6, "host update": 2e6}) as t:
+    with mt.trace(model) as t:
         assert not mt.last_step(model).traced           # none is finished yet
         step(model, opt)
         step(model, opt)
         step(model, opt)
         report = mt.last_step(model)
         assert report.traced and report == t.steps()[-1]
-    assert report.least["h2d"] == report.h2d_bytes / 1e6
-    update = sum(p.numel() for p in model.parameters()) * 28
-    assert report.least["host update"] == pytest.approx(update / 2e6, rel=0.5)   # those that ended in the step
     step(model, opt)
     mt.model.stream.runtime_of(model).drain()
     after = mt.last_step(model)
@@ -483,10 +480,9 @@ def test_python_that_waits_for_sums_is_not_the_hosts_own_work() -> None:
 def test_a_report_counts_what_lies_in_the_step() -> None:
     lanes = lanes_of(("compute", "forward", "a", 10, 60), ("h2d", "fetch", "a", -10, 10), ("h2d", "fetch", "b", 90, 120),
                      ("host update", "wait", "", 0, 30), ("host update", "update", "a", 30, 110))
-    r = measure(lanes, 0, 100 * MS, {"demand_fetches": 1, "await_ns": 5 * MS}, 77, {"h2d": 1e5})
+    r = measure(lanes, 0, 100 * MS, {"demand_fetches": 1, "await_ns": 5 * MS}, 77)
     assert r.busy == pytest.approx({"compute": 0.05, "h2d": 0.02, "host update": 0.07})
     assert (r.fetches, r.h2d_bytes, r.demand_fetches, r.await_seconds, r.host_bytes) == (1, 1000, 1, 0.005, 77)
-    assert r.least == {"h2d": 0.01}
     assert r.bound == "host update"
     assert r.between_steps == pytest.approx(0.01)
     assert r.why == ("bound by the host update: busy 0.07 s of 0.1 s; compute was busy 0.05 s; "
@@ -495,14 +491,14 @@ def test_a_report_counts_what_lies_in_the_step() -> None:
 
 def test_a_report_prints_as_a_table() -> None:
     r = StepReport(1.0, 2_000_000_000, 0, 3, 0, 0.25, 5_000_000_000, {"compute": 0.5, "h2d": 0.75, "d2h": 0.0},
-                   {"h2d": 0.4, "host": 0.1}, {"h2d": 0.7}, 0.05, True)
+                   {"h2d": 0.4, "host": 0.1}, 0.05, True)
     lines = str(r).splitlines()
     assert lines[0] == ("bound by copies to the device: busy 0.75 s of 1 s; compute was busy 0.5 s; compute stood "
                         "still 0.5 s, 0.4 s of it for copies to the device")
     assert lines[2].split() == ["compute", "0.5", "50%", "█" * 12]
-    assert lines[3].split() == ["H2D", "0.75", "75%", "█" * 18, "2", "0.7"]
+    assert lines[3].split() == ["H2D", "0.75", "75%", "█" * 18, "2"]
     assert len(lines) == 6 and "D2H" not in str(r)
-    assert "<table>" in r._repr_html_() and "75%" in r._repr_html_() and "copies to the device" in r._repr_html_()
+    assert "<pre>" in r._repr_html_() and "75%" in r._repr_html_() and "copies to the device" in r._repr_html_()
 
 
 # ---------------------------------------------------------------- files
@@ -553,8 +549,6 @@ def test_a_trace_is_refused_where_it_cannot_be() -> None:
     with pytest.raises(mt.MegatrainError, match="not streamed"), mt.trace(nn.Linear(2, 2)):
         pass
     model = streamed()
-    with pytest.raises(mt.MegatrainError, match="no lane 'pcie'"), mt.trace(model, rates={"pcie": 1.0}):
-        pass
     with mt.trace(model):
         with pytest.raises(mt.MegatrainError, match="traced already"), mt.trace(model):
             pass

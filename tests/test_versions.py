@@ -65,8 +65,8 @@ for family in sys.argv[1:]:
 
 
 def pip(*words: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", *words], capture_output=True,
-                          text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries", "1", *words],
+                          capture_output=True, text=True, timeout=240)
     if done.returncode:
         raise OSError((done.stderr.strip().splitlines() or ["pip failed"])[-1])
     return done.stdout
@@ -75,8 +75,7 @@ def pip(*words: str) -> str:
 @functools.cache
 def newest(package: str) -> str:
     """Of the index, prereleases left out."""
-    found = re.search(r"Available versions: ([\w.+]+)", pip("index", "versions", package, "--timeout", "15",
-                                                             "--retries", "0"))
+    found = re.search(r"Available versions: ([\w.+]+)", pip("index", "versions", package, "--timeout", "15"))
     return found[1]
 
 

@@ -29,7 +29,7 @@ Written by `make api` from the docstrings; `help(mt.stream)` says the same.
 PARTS = {
     "Streaming": "stream unstream from_pretrained read_pretrained from_config AdamW stream_trainer masters gather",
     "Plans": "plan Plan Machine measure_machine",
-    "Checkpoints": "save load Saving SavePlan inspect_checkpoint CheckpointInfo checkpoint_bytes",
+    "Checkpoints": "save load Saving inspect_checkpoint CheckpointInfo checkpoint_bytes",
     "What is going on": "explain storage Storage last_step StepReport trace Trace",
     "Words and errors": "choices parse_bytes show_bytes MegatrainError",
 }

@@ -1,18 +1,15 @@
 """Bytes, as people write them; and how many of them this process may have.
 
 Host memory has many limits, and none of them is told by an allocation: memory is there when it is first written, and
-a process that writes too much is ended by signal 9. So what is known is read before: files of the kernel, and, on
-machines whose memory grows as it is touched, a touch by another process.
+a process that writes too much is ended by signal 9. So what is known is read before, from files of the kernel.
 """
 from __future__ import annotations
 
 import math
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from .. import _core
@@ -65,7 +62,6 @@ MARGIN_SHARE, MARGIN_BYTES = 0.02, 64 << 20
 # A plan leaves more than is asked for when a step's memory is about to be taken: by then Python and the driver have
 # theirs, which is known to half a GiB (on an H200 a plan to the last byte was refused for 30 MiB of 120 GiB).
 PLANNED_SHARE = 0.025
-GROWN = 1.25                # times MemTotal: a cgroup that may have more than that is on a machine that grows
 FILES_LEAST = 32            # descriptors that must be left: drivers, libraries, pipes
 # What gVisor's /proc/version says. Its MemTotal begins at 2 GiB and grows with what is touched (pkg/sentry/usage).
 _GVISOR = ("4.4.0", "Jan 10 15:06:54 PST 2016")
@@ -79,7 +75,6 @@ class Bound:
     limit: int                  # bytes in all
     free: int                   # what may still be taken under it
     remedy: str                 # how to raise it
-    sure: bool = True           # False: the machine may give more than it says
 
 
 @dataclass(frozen=True)
@@ -87,46 +82,31 @@ class HostLimits:
     """What was found of a process's limits on host memory, files and pinning."""
 
     bounds: tuple[Bound, ...]           # limits of memory, each by itself
-    grows: str = ""                     # why MemTotal may be less than the machine has; "": it is what there is
-    certain: bool = False               # it surely is less; else a touch decides, and plans do not count on it
-    together: bool = False              # a process that runs out of its cgroup's memory takes all of the cgroup with it
+    grows: str = ""                     # why MemTotal is less than the machine has; "": it is what there is
     swap: int = 0                       # free bytes of it; never counted, since a step touches all of its memory
     memlock: int | None = None          # RLIMIT_MEMLOCK, under which CUDA's own locking does not count; None: no limit
     wsl: bool = False                   # the driver locks part of the memory only: how much is known when it refuses
     files: tuple[int, int] = (0, 1024)  # descriptors open, and how many may be
     nodes: int = 1                      # of memory with processors (NUMA)
-    tried: list[int] = field(default_factory=list, compare=False)       # bytes of the last touch: asked for, reached
 
-    def tightest(self, touched: bool = False) -> Bound:
-        """The bound with least left. touched: of those that hold although the machine grows."""
-        held = [b for b in self.bounds if b.sure or not touched]
-        return min(held or self.bounds, key=lambda b: b.free)
+    def tightest(self) -> Bound:
+        """The bound with least left."""
+        return min(self.bounds, key=lambda b: b.free)
 
     @property
     def in_all(self) -> int:
         """Bytes this process may use, those that it uses counted."""
-        sure = [b.limit for b in self.bounds if b.sure or not self.certain]
-        return min(sure or [b.limit for b in self.bounds])
+        return min(b.limit for b in self.bounds)
 
     @property
     def within(self) -> int:
         """Bytes this process may use while others use what they do now."""
-        held = [b for b in self.bounds if b.sure or not self.certain] or self.bounds
-        return min(b.free for b in held) + resident_bytes()
+        return self.tightest().free + resident_bytes()
 
     def short(self, need: int) -> Bound | None:
-        """The bound under which `need` more bytes do not fit, with what they take besides; None: they fit. On a machine
-        that grows they are tried, where a limit says how far that is safe."""
-        whole = with_margin(need)
-        first = self.tightest()
-        if whole <= first.free:
-            return None
-        second = self.tightest(touched=True)
-        if first.sure or not second.sure or whole > second.free or self.together:
-            return second if second.sure and whole > second.free else first
-        if not self.tried or (self.tried[1] >= self.tried[0] and whole > self.tried[0]):
-            self.tried[:] = whole, touch(whole)
-        return None if self.tried[1] >= whole else first
+        """The bound under which `need` more bytes do not fit, with what they take besides; None: they fit."""
+        bound = self.tightest()
+        return bound if with_margin(need) > bound.free else None
 
     def rows(self) -> list[tuple[str, str]]:
         """(what, figure), for a table."""
@@ -138,7 +118,7 @@ class HostLimits:
         if self.wsl:
             found.append(("WSL2", "the driver locks a part of the memory only; the rest is copied through a buffer"))
         if self.grows:
-            found.append(("memory may grow", self.grows))
+            found.append(("memory grows", self.grows))
         return found
 
 
@@ -169,10 +149,10 @@ def host_limits(proc: Path = Path("/proc"), sysfs: Path = Path("/sys")) -> HostL
     """Reads every limit there is. proc, sysfs: where those file systems are; tests bring their own."""
     memory, status, version = _sizes(proc / "meminfo"), _sizes(proc / "self/status"), _text(proc / "version")
     total = memory.get("MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    groups, together = _cgroups(proc, sysfs)
-    grows, certain = _grows(total, groups, version, sysfs)
-    bounds = [Bound("the machine", total, memory.get("MemAvailable", total), "end other processes, or take a machine "
-                    "with more", not grows), *groups]
+    groups, grows = _cgroups(proc, sysfs), _grows(version, sysfs)
+    machine = Bound("the machine", total, memory.get("MemAvailable", total), "end other processes, or take a machine "
+                    "with more")
+    bounds = groups if groups and grows else [machine, *groups]      # where both, the group alone says how much
     soft = re.finditer(r"^Max (.+?)\s{2,}(\S+)\s", _text(proc / "self/limits"), re.MULTILINE)
     limits = {m[1]: int(m[2]) if m[2].isdigit() else None for m in soft}         # None: no limit
     for name, what, used, flag in (("address space", "RLIMIT_AS", "VmSize", "-v"),
@@ -186,7 +166,7 @@ def host_limits(proc: Path = Path("/proc"), sysfs: Path = Path("/sys")) -> HostL
         files = len(os.listdir(proc / "self/fd"))
     except OSError:
         files = 0
-    return HostLimits(tuple(bounds), grows, certain, together, memory.get("SwapFree", 0), limits.get("locked memory"),
+    return HostLimits(tuple(bounds), grows, memory.get("SwapFree", 0), limits.get("locked memory"),
                       "microsoft" in version.lower(), (files, limits.get("open files") or 1024),
                       _core.build_info()["nodes"])
 
@@ -203,29 +183,22 @@ def _sizes(path: Path) -> dict[str, int]:
     return {m[1]: int(m[2]) << 10 for m in re.finditer(r"^(\w+):\s+(\d+) kB$", _text(path), re.MULTILINE)}
 
 
-def _grows(total: int, groups: list[Bound], version: str, sysfs: Path) -> tuple[str, bool]:
-    """Why a machine may have more memory than MemTotal, "": nothing says so; and whether that is certain.
-
-    A cgroup's limit above MemTotal alone is no promise: a run of 124 GiB was ended on a machine whose MemTotal was
-    125.9 GiB, and its cgroup's limit 128. That little is what the kernel took first, and no reason to try.
-    A balloon may have taken nothing.
-    """
+def _grows(version: str, sysfs: Path) -> str:
+    """Why this machine surely has more memory than MemTotal; "": nothing says so. A cgroup's limit above it is no
+    promise: a run of 124 GiB was ended on a machine whose MemTotal was 125.9 GiB, and its cgroup's limit 128."""
     if all(mark in version for mark in _GVISOR):
-        return "gVisor's MemTotal grows with what is touched", True
-    for kind in ("mem", "balloon"):
-        if any((sysfs / "bus/virtio/drivers" / f"virtio_{kind}").glob("virtio*")):
-            return f"it has a virtio-{kind} device", kind == "mem"
-    if groups and min(g.limit for g in groups) > GROWN * total:
-        return f"its cgroup may use more than MemTotal, {show_bytes(total)}", False
-    return "", False
+        return "gVisor's MemTotal grows with what is touched"
+    if any((sysfs / "bus/virtio/drivers/virtio_mem").glob("virtio*")):
+        return "it has a virtio-mem device"
+    return ""
 
 
 # ---- cgroups -------------------------------------------------------------------------------------
 
-def _cgroups(proc: Path, sysfs: Path) -> tuple[list[Bound], bool]:
-    """Limits of this process's memory cgroups and of those around them; whether one of them dies as a whole. Of its
-    path a container may have only the part below its group mounted: what is not there is passed over."""
-    found, together = [], False
+def _cgroups(proc: Path, sysfs: Path) -> list[Bound]:
+    """Limits of this process's memory cgroups and of those around them. Of its path a container may have only the part
+    below its group mounted: what is not there is passed over."""
+    found = []
     for v2, folder in _groups("memory", proc, sysfs):
         names, current, prefix = (("memory.max", "memory.high"), "memory.current", "") if v2 else \
             (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
@@ -239,8 +212,7 @@ def _cgroups(proc: Path, sysfs: Path) -> tuple[list[Bound], bool]:
             if limit < 1 << 60:          # v1 says 2**63 less a page where there is none
                 found.append(Bound(f"cgroup {folder.name or '/'}: {name}", limit, max(limit - used, 0),
                                    f"raise {name} of the cgroup"))
-        together |= _text(folder / "memory.oom.group").strip() == "1"
-    return found, together
+    return found
 
 
 def _groups(controller: str, proc: Path, sysfs: Path) -> Iterator[tuple[bool, Path]]:
@@ -266,12 +238,3 @@ def cpus(proc: Path = Path("/proc"), sysfs: Path = Path("/sys")) -> int:
         quota, period = [int(text) if text.isdigit() else 0 for text in texts] if len(texts) == 2 else (0, 0)
         found += [-(-quota // period)] if quota and period else []       # no limit is "max", or -1
     return min(found)
-
-
-# ---- trying --------------------------------------------------------------------------------------
-
-def touch(nbytes: int) -> int:
-    """Bytes that another process could write, of those asked for: the one that the kernel ends when memory is out."""
-    child = [sys.executable, "-I", "-S", str(Path(__file__).with_name("touch.py")), str(nbytes)]
-    done = subprocess.run(child, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
-    return max((int(line) for line in done.stdout.split() if line.isdigit()), default=0)

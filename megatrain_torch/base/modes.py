@@ -5,9 +5,8 @@ activations, what a window keeps between forward and backward
     "replay" its input alone; "attention" attention's output and log-sum-exp besides; "selective" all but the largest
     part; "saved" everything that backward needs. "linked": attention's output and log-sum-exp in place of the input,
     which the layer before makes again from what it keeps, without attention.
-    And where: nothing: on the device. "+host": in host memory, the input too. "+disk": in a file, by way of a few bays
-    of host memory, the input too. So "selective+host", "replay+disk". "attention+split": attention's output in host
-    memory, the input on the device.
+    And where, the input too: nothing: on the device. "+host": in host memory. "+disk": in a file, by way of a few bays
+    of host memory. So "selective+host", "replay+disk".
 
 states, how AdamW's are kept (what the bytes say: docs/numerics.md)
     "fp32"       moments in fp32, and 16 bits that continue a bf16 weight: an fp32 master, exactly
@@ -33,7 +32,7 @@ from .errors import MegatrainError
 
 KEEPS = ("replay", "attention", "selective", "saved")        # least first
 LINKED = "linked"
-HOST = ("replay+host", "attention+split", "attention+host", "selective+host", "saved+host", "linked+host")
+HOST = (*(f"{keep}+host" for keep in KEEPS), "linked+host")
 DISK = (*(f"{keep}+disk" for keep in KEEPS), "linked+disk")
 MODES = (*KEEPS, LINKED, *HOST, *DISK)
 HOMES = ("ram", "vram", "arrive", "through", "disk", "disk+weights")        # of a unit: weights, gradients and states
@@ -46,23 +45,22 @@ class Mode(NamedTuple):
     """A mode's word, taken apart."""
 
     keep: str           # one of KEEPS, or LINKED
-    host: bool          # what is kept leaves the device
-    input: bool         # so does the window's input
+    host: bool          # what is kept leaves the device, the window's input too
     disk: bool          # for a file
 
     @property
     def saved(self) -> Mode:
-        """All that backward needs, there; the input is not told from the rest."""
-        return Mode("saved", self.host, self.host, self.disk)
+        """All that backward needs, there."""
+        return self._replace(keep="saved")
 
     def __str__(self) -> str:
-        return self.keep + ("+disk" if self.disk else "+host" if self.input else "+split" if self.host else "")
+        return self.keep + ("+disk" if self.disk else "+host" if self.host else "")
 
 
 @functools.cache
 def read(mode: str) -> Mode:
     keep, _, where = mode.partition("+")
-    return Mode(keep, bool(where), where in ("host", "disk"), where == "disk")
+    return Mode(keep, bool(where), where == "disk")
 
 
 # ---- states ----

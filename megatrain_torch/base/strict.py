@@ -1,9 +1,4 @@
-"""JSON that somebody else may have written: read whole, or refused with the file's name and what is wrong in it.
-
-Python's own reader takes more than JSON is (NaN, a key twice) and raises what it likes: RecursionError where lists lie
-in lists by the thousand, ValueError for numbers of five thousand digits. What is read here holds null, true, false,
-finite numbers of at most 64 bits, words, lists and tables.
-"""
+"""JSON that somebody else may have written: read, or refused with the file's name and what is wrong in it."""
 from __future__ import annotations
 
 import json
@@ -11,50 +6,22 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from .errors import MegatrainError
 
-MOST = 2**63 - 1
-DIGITS = 20                          # of a whole number: more is no 64 bits
+MOST = 2**63 - 1                     # of a size: what 64 bits hold
 DIMS = 64                            # of a tensor
 SHOWN = 60                           # characters of a wrong value that a message has
 _PLAIN = re.compile(r"[^/\\\0]+")
 
 
 def parsed(data: bytes, where: str | Path) -> Any:
-    """The value of a JSON text. Raises MegatrainError where it is none, or has what no file of ours has."""
+    """The value of a JSON text. Raises MegatrainError where it is none."""
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=_table, parse_constant=_constant, parse_int=_whole,
-                          parse_float=_real)
-    except RecursionError:
-        raise MegatrainError(f"{where}: lists or tables lie in one another too deep") from None
-    except (ValueError, MemoryError) as why:
+        return json.loads(data)
+    except (ValueError, RecursionError) as why:      # numbers of thousands of digits; lists in lists by the thousand
         raise MegatrainError(f"{where}: {shown(why)}") from None
-
-
-def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{shown(next(n for n in names if names.count(n) > 1))} is there twice")
-    return found
-
-
-def _constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no JSON")
-
-
-def _whole(digits: str) -> int:
-    if len(digits) > DIGITS or not -MOST - 1 <= int(digits) <= MOST:
-        raise ValueError(f"{shown(digits)} does not fit 64 bits")
-    return int(digits)
-
-
-def _real(digits: str) -> float:
-    if not math.isfinite(found := float(digits)):
-        raise ValueError(f"{shown(digits)} is beyond what a number holds")
-    return found
 
 
 def shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""A checkpoint's folder: what belongs to it, how it takes its name, and what a killed save left.
+"""A checkpoint's folder: its manifest, how it takes its name, what a killed save left, and what its files have.
 
     run/last/                        manifest.json: sizes and sums of all files, written last
     run/last.tmp-<pid>-<number>/     one that is being written; its directory is locked by who writes it
@@ -7,6 +7,9 @@
 A folder gets its name when all in it is on the disk, by one rename; where it replaces another, both names change at
 once (renameat2), or, on file systems that cannot do that, one after the other: then a reader that comes between, or
 after a crash, finds the old one by its other name.
+
+A sum says that a file is as somebody wrote it, and not that it was mt.save. So each name, type and number of the
+manifest and training.pt that restore.py goes by is looked at here, before anything is loaded.
 """
 from __future__ import annotations
 
@@ -15,18 +18,30 @@ import ctypes
 import fcntl
 import glob
 import hashlib
+import io
 import itertools
 import json
+import math
 import os
+import random
 import re
 import shutil
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from .. import _core
 from ..base import strict
 from ..base.errors import MegatrainError
+from ..base.modes import GROUP, LOW_BYTES
+from ..base.strict import is_count, shown
+from ..optim.states import CODES, MOMENTS, STEPS
+from ..store.tensorfiles import DTYPES, READERS, Extent, Stored, listed
 
 NAME = "manifest.json"
 BROKEN = "the checkpoint is not whole; nothing was changed; load another one"
@@ -34,9 +49,14 @@ FORMAT, VERSION = "megatrain checkpoint", 1
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 TENSORS = re.compile(r"(model|weights|frozen|states)(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _number = itertools.count()
+TRAINING = "training.pt"
+INDEX, ALONE = "model.safetensors.index.json", "model.safetensors"
+MASTERS = {"LO": "master_low", "MASTER": "master"}
+BLOCK = _core.BLOCK_BYTES           # of a file, that have a sum of 8 bytes
+_HEX = re.compile(r"([0-9a-f]{2})*")
 
 
-def sha256(data: bytes) -> str:
+def sha256(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
@@ -100,7 +120,7 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
-def write(path: Path, data: bytes) -> None:
+def write(path: Path, data: bytes | memoryview) -> None:
     with path.open("xb") as f:
         f.write(data)
         f.flush()
@@ -223,3 +243,217 @@ def recover(folder: Path) -> None:
     if not folder.exists() and (left := _left(folder, "old")):
         with contextlib.suppress(OSError):
             os.rename(left[-1], folder)
+
+
+# ---- what its files have --------------------------------------------------------------------------
+
+@dataclass
+class Checkpoint:
+    """A folder, its manifest's body, what its files of tensors have, and what training.pt has, which lies `where`."""
+
+    folder: Path
+    body: dict[str, Any]
+    where: str
+    training: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Stored] = field(default_factory=dict)
+    states: dict[str, Stored] = field(default_factory=dict)
+
+    @staticmethod
+    def open(folder: Path) -> Checkpoint:
+        """All that is in it is checked but the tensors' bytes."""
+        recover(folder)
+        where = str(folder / NAME)
+        found = Checkpoint(folder, read(folder), str(folder / TRAINING))
+        with adding(BROKEN):
+            _check_body(found.body, where)
+            for name, about in found.body["files"].items():
+                path = inside(folder, name)
+                size = path.stat().st_size if path.is_file() else None
+                if size != about["bytes"]:
+                    raise MegatrainError(f"{path} {'is missing' if size is None else f'has {size} bytes'}, and "
+                                         f"{about['bytes']} were written")
+                if name.endswith(".safetensors"):
+                    mine, there = found.states if name.startswith("states") else found.tensors, listed(path)
+                    if twice := sorted(there.keys() & mine.keys()):
+                        raise MegatrainError(f"{path} has {shown(twice[0])}, which is in {mine[twice[0]].file} too")
+                    mine.update(there)
+            for name, about in found.body["parameters"].items():
+                _check_stored(found.tensors, name, DTYPES[about["dtype"]], tuple(about["shape"]), where)
+                if "step" in about:
+                    _check_states(found.body, name, found.states, where)
+            found.training = training_of(found.bytes_of(TRAINING), found.where, found.body["optimizer"] is not None)
+        return found
+
+    def verify(self, part: int, parts: int) -> None:
+        """Reads everything, before anything is changed; of files of tensors one of so many parts."""
+        with adding(BROKEN):
+            for name, about in self.body["files"].items():
+                if "sums" not in about:
+                    self.bytes_of(name)
+                elif parts == 1:
+                    self.read(name, [])
+                elif blocks := range(part, -(-about["bytes"] // BLOCK), parts):
+                    memory = torch.empty(len(blocks), dtype=torch.uint8)         # a byte of each: so it is compared
+                    self.read(name, [(b * BLOCK, memory.data_ptr() + i, 1, -1) for i, b in enumerate(blocks)])
+
+    def read(self, name: str, extents: list[Extent]) -> None:
+        about = self.body["files"][name]
+        _core.read_file((str(self.folder / name), about["bytes"], extents), bytes.fromhex(about["sums"]), READERS)
+
+    def bytes_of(self, name: str) -> bytes:
+        data = (self.folder / name).read_bytes()
+        if sha256(data) != self.body["files"][name]["sha256"]:
+            raise MegatrainError(f"{self.folder / name} is not as it was written (its checksum differs)")
+        return data
+
+
+class Reads:
+    """What is to be read, by file: together, so that each file is gone through once for a unit."""
+
+    def __init__(self, source: Checkpoint) -> None:
+        self._source = source
+        self._extents: dict[str, list[Extent]] = {}
+        self._memory: list[Tensor] = []
+
+    def into(self, stored: Stored, memory: Tensor) -> Tensor:
+        if stored.end > stored.begin:
+            extent = stored.begin, memory.data_ptr(), stored.end - stored.begin, -1
+            self._extents.setdefault(stored.file, []).append(extent)
+            self._memory.append(memory)
+        return memory
+
+    def fresh(self, stored: Stored) -> Tensor:
+        return self.into(stored, torch.empty(stored.shape, dtype=stored.dtype))
+
+    def go(self) -> None:
+        for name, extents in self._extents.items():
+            self._source.read(name, sorted(extents))
+
+
+# ---- the manifest's body -------------------------------------------------------------------------
+
+@contextlib.contextmanager
+def _as_saved(where: str) -> Iterator[None]:
+    """A table that lacks something, or has it of another type, is refused by name."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as why:
+        raise MegatrainError(f"{where} is not as mt.save writes it: {shown(why)}") from None
+
+
+def _need(where: str, **good: Any) -> None:
+    if wrong := [name for name, fits in good.items() if not fits]:
+        raise MegatrainError(f"{where} is not as mt.save writes it: its {wrong[0]}")
+
+
+def _check_body(body: Any, where: str) -> None:
+    """Raises: MegatrainError: something in it is missing, or is not what it must be."""
+    with _as_saved(where):
+        states, low = body["states"], body["low_bytes"]
+        lows = (0, 1, 2) if states is None else (LOW_BYTES[states],)
+        _need(where, optimizer=isinstance(body["optimizer"], str | None), low_bytes=type(low) is int and low in lows,
+              skipped_steps=is_count(body["skipped_steps"]), files=TRAINING in body["files"])
+        for name, about in body["files"].items():
+            tensors = name.endswith(".safetensors")
+            digits, sums = (-(-about["bytes"] // BLOCK) * 16, about["sums"]) if tensors else (64, about["sha256"])
+            inside = strict.is_plain_name(name) and (not tensors or TENSORS.fullmatch(name))
+            _need(f"{where}: file {shown(name)}", name=inside, bytes=is_count(about["bytes"]),
+                  sums=len(sums) == digits and _HEX.fullmatch(sums))
+        for name, about in body["parameters"].items():
+            _check_parameter(about, f"{where}: parameter {shown(name)}", body)
+
+
+def _check_parameter(about: dict[str, Any], where: str, body: dict[str, Any]) -> None:
+    kind, shape = about["dtype"], about["shape"]
+    _need(where, dtype=kind in DTYPES, shape=strict.is_shape(shape), key=is_count(about.get("key", 0)))
+    if "step" in about:
+        # Planes that may make the fp32 master of a weight of this type.
+        own = {"BF16": "LO" if body["low_bytes"] else "", "F16": "MASTER"}.get(kind, "")
+        _need(where, step=body["states"] is not None and is_count(about["step"]) and about["step"] < STEPS,
+              master=about["master"] in ("", own))
+    if "strides" in about:
+        _need(where, strides=strict.is_counts(about["strides"]) and len(about["strides"]) == len(shape))
+
+
+# ---- tensors -------------------------------------------------------------------------------------
+
+def _check_states(body: dict[str, Any], name: str, states: dict[str, Stored], where: str) -> None:
+    """The files have a parameter's states as the manifest says."""
+    about = body["parameters"][name]
+    shape = tuple(about["shape"])
+    if body["states"] == "fp32":
+        wanted = {key: (torch.float32, shape) for key in MOMENTS}
+    else:
+        forms = ((torch.int8, shape), (torch.uint8, shape), (torch.float32, (-(-math.prod(shape) // GROUP), 2)))
+        wanted = dict(zip(CODES, forms))
+    if plane := about["master"]:
+        low = torch.int16 if body["low_bytes"] == 2 else torch.int8
+        wanted[MASTERS[plane]] = low if plane == "LO" else torch.float32, shape
+    for key, (dtype, form) in wanted.items():
+        _check_stored(states, f"{name}.{key}", dtype, form, where)
+
+
+def _check_stored(found: dict[str, Stored], name: str, dtype: torch.dtype, shape: tuple[int, ...], where: str) -> None:
+    stored = found.get(name)
+    if stored is None:
+        raise MegatrainError(f"{where} has a tensor {shown(name)}, and its files have none of this name")
+    if (stored.dtype, stored.shape) != (dtype, shape):
+        raise MegatrainError(f"{where}: {shown(name)} is {list(shape)} {dtype}, and in {stored.file} "
+                             f"{list(stored.shape)} {stored.dtype}")
+
+
+# ---- training.pt ---------------------------------------------------------------------------------
+
+def training_of(data: bytes, where: str, has_optimizer: bool) -> dict[str, Any]:
+    """What torch.save wrote there. Raises MegatrainError if it cannot be read, or is not what mt.save writes."""
+    try:
+        found = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    except Exception as why:                         # a pickle is a program, and its reader raises what it likes
+        raise MegatrainError(f"{where} cannot be read: {shown(why)}") from None
+    with _as_saved(where):
+        groups = found["groups"] if has_optimizer else ()
+        _need(where, scheduler="scheduler" in found, extra="extra" in found,
+              groups=all(isinstance(name, str) for group in groups for name in (*group, *group["params"])))
+        for states in (found["random"], *found.get("random_by_rank", ())):
+            try:                                     # the run's are set when all else is loaded
+                set_random_states(states, trial=True)
+            except Exception as why:
+                raise ValueError(f"these are no states of random numbers: {why}") from None
+    return found
+
+
+# ---- random numbers: states of all generators that a run uses -------------------------------------
+
+def random_states() -> dict[str, Any]:
+    """Of Python, NumPy, torch on the CPU, and on each CUDA device that was used."""
+    numpy = sys.modules.get("numpy")
+    version, words, gauss = random.getstate()
+    found: dict[str, Any] = {"python": [version, list(words), gauss], "torch": torch.get_rng_state()}
+    if numpy is not None:
+        name, keys, *rest = numpy.random.get_state()
+        found["numpy"] = [name, keys.tolist(), *rest]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["cuda"] = torch.cuda.get_rng_state_all()
+    return found
+
+
+def set_random_states(states: dict[str, Any], trial: bool = False) -> None:
+    """trial: on generators of their own, each of which raises what it likes for what is no state."""
+    python, torchs = (random.Random(), torch.Generator()) if trial else (random, torch.default_generator)
+    numpy = sys.modules.get("numpy")
+    version, words, gauss = states["python"]
+    python.setstate((version, tuple(words), gauss))
+    torchs.set_state(states["torch"])
+    if "numpy" in states and numpy is not None:
+        name, keys, *rest = states["numpy"]
+        numpys = numpy.random.RandomState() if trial else numpy.random
+        numpys.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
+    cuda = states.get("cuda", [])
+    if not all(isinstance(t, Tensor) and t.dtype == torch.uint8 for t in cuda):
+        raise TypeError("cuda: states of bytes are needed")
+    if torch.cuda.is_available():
+        for index, state in enumerate(cuda if trial else cuda[:torch.cuda.device_count()]):
+            if trial:
+                torch.Generator("cuda").set_state(state)
+            else:
+                torch.cuda.set_rng_state(state, index)

@@ -7,6 +7,7 @@ nobody else's, so that what a save_pretrained into one folder writes in place is
 """
 from __future__ import annotations
 
+import ctypes
 import io
 import json
 import os
@@ -20,18 +21,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from .. import _core
 from ..base.codes import coded, quantization_of
 from ..base.errors import MegatrainError
-from ..base.modes import LOW_BYTES
+from ..base.limits import show_bytes
+from ..base.modes import LOW_BYTES, MODES, read, repeating
 from ..optim.adamw import AdamW
 from ..optim.states import follows, moment_planes
 from ..store.guard import plain
 from ..store.records import KINDS, Record
 from ..store.tensorfiles import LENGTH_BYTES, Entry, Stored, TensorFile, packed
-from . import likeness, manifest
-from .contents import ALONE, INDEX, MASTERS, TRAINING
+from . import manifest
+from .manifest import ALONE, INDEX, MASTERS, TRAINING
 
 if TYPE_CHECKING:
     from ..model.runtime import Runtime
@@ -49,7 +52,7 @@ class Parts:
     """A checkpoint that is not written yet."""
 
     files: list[TensorFile]
-    small: dict[str, bytes]     # by file name
+    small: dict[str, bytes | memoryview]        # by file name
     body: dict[str, Any]        # of the manifest
     still: dict[str, tuple[int, ...]]   # of frozen weights' files, by name: how often each weight had been written to
 
@@ -199,15 +202,14 @@ def _states(opt: torch.optim.Optimizer | None, names: dict[Tensor, str]) -> list
     if missing := [p for g in opt.param_groups for p in g["params"] if p not in names]:
         raise MegatrainError(f"the optimizer has a parameter of shape {list(missing[0].shape)} that is not the "
                              "model's: a checkpoint would lack it")
-    if isinstance(opt, AdamW):
-        found = []
-        for _, _, p in sorted((p._mt.unit, p._mt.index, p) for p, s in opt.state.items() if s):
-            r, name = p._mt, names[p]
-            planes = moment_planes(r) | ({MASTERS[plane]: plane} if (plane := follows(r)) else {})
-            found += [Entry(f"{name}.{key}", r.view(plane), r.unit, plane) for key, plane in planes.items()]
-        return found
-    return [Entry(f"{names[p]}.{key}", plain(t).to("cpu", copy=True).contiguous())
-            for p, s in opt.state.items() for key, t in s.items() if isinstance(t, Tensor) and t.dim() > 0]
+    found = []
+    # Those of other optimizers are in training.pt, as their state_dict has them.
+    stepped = [p for p, s in opt.state.items() if s] if isinstance(opt, AdamW) else []
+    for _, _, p in sorted((p._mt.unit, p._mt.index, p) for p in stepped):
+        r, name = p._mt, names[p]
+        planes = moment_planes(r) | ({MASTERS[plane]: plane} if (plane := follows(r)) else {})
+        found += [Entry(f"{name}.{key}", r.view(plane), r.unit, plane) for key, plane in planes.items()]
+    return found
 
 
 def held_by(files: list[TensorFile]) -> list[tuple[int, int]]:
@@ -219,7 +221,7 @@ def held_by(files: list[TensorFile]) -> list[tuple[int, int]]:
 
 
 def _training(opt: torch.optim.Optimizer | None, names: dict[Tensor, str], scheduler: Any, extra: Any,
-              randoms: list[Any]) -> bytes:
+              randoms: list[Any]) -> memoryview:
     """The small things, serialised; what could not be read back is refused now."""
     whole: dict[str, Any] = {"random": randoms[0]} | ({"random_by_rank": randoms} if len(randoms) > 1 else {})
     if opt is not None:
@@ -227,8 +229,7 @@ def _training(opt: torch.optim.Optimizer | None, names: dict[Tensor, str], sched
         whole["groups"] = [{**g, "params": [names[p] for p in own["params"]]}
                            for g, own in zip(packed_groups, opt.param_groups)]
         if not isinstance(opt, AdamW):
-            whole["others"] = {names[p]: {k: v for k, v in s.items() if not isinstance(v, Tensor) or v.dim() == 0}
-                               for p, s in opt.state.items()}
+            whole["others"] = tree_map_only(Tensor, _alone, opt.state_dict())
     for what, value in (("scheduler", scheduler.state_dict() if scheduler is not None else None), ("extra", extra)):
         whole[what] = value
         _serialised({what: value}, f"{what}: what mt.save is given must be tensors, numbers, strings, and containers "
@@ -236,15 +237,21 @@ def _training(opt: torch.optim.Optimizer | None, names: dict[Tensor, str], sched
     return _serialised(whole, "the optimizer's groups")
 
 
-def _serialised(value: Any, what: str) -> bytes:
+def _alone(t: Tensor) -> Tensor:
+    """Without its guard, and of a larger memory its own part: a pickle has all of a tensor's memory."""
+    t = plain(t)
+    return t.clone() if t.untyped_storage().nbytes() > t.nbytes else t
+
+
+def _serialised(value: Any, what: str) -> memoryview:
     memory = io.BytesIO()
     try:
         torch.save(value, memory)
         memory.seek(0)
-        torch.load(memory, weights_only=True, map_location="cpu")
+        torch.load(memory, weights_only=True, map_location="meta")       # so that no second copy of it all is made
     except Exception as e:
         raise MegatrainError(f"{what}: it cannot be loaded back ({e})") from e
-    return memory.getvalue()
+    return memory.getbuffer()
 
 
 def _beside(model: nn.Module, files: list[TensorFile]) -> dict[str, bytes]:
@@ -293,7 +300,7 @@ def kind_of(opt: torch.optim.Optimizer | None) -> str | None:
 
 
 def _body(rt: Runtime, opt: torch.optim.Optimizer | None, names: dict[Tensor, str],
-          small: dict[str, bytes]) -> dict[str, Any]:
+          small: dict[str, bytes | memoryview]) -> dict[str, Any]:
     ours = isinstance(opt, AdamW)
     parameters = {name: {"dtype": KINDS[p._mt.dtype], "shape": list(p._mt.shape)} for p, name in names.items()}
     if ours:
@@ -308,5 +315,91 @@ def _body(rt: Runtime, opt: torch.optim.Optimizer | None, names: dict[Tensor, st
     return {"written_by": f"megatrain_torch {_core.__version__}", "parameters": parameters,
             "optimizer": kind_of(opt),
             "states": rt.states if ours else None, "low_bytes": LOW_BYTES[rt.states],
-            "skipped_steps": opt._skipped if ours else 0, "likeness": likeness.note(rt),
+            "skipped_steps": opt._skipped if ours else 0, "likeness": likeness(rt),
             "files": {name: {"bytes": len(data), "sha256": manifest.sha256(data)} for name, data in small.items()}}
+
+
+# ---- whose kernels a run's bits are of -----------------------------------------------------------
+#
+# The same operands give the same bits where device, libraries and what was asked for are the same, and where layers
+# keep the same activations: one whose gate|up is not kept goes through it in tiles, and its weight gradients are summed
+# in another order. What layers keep by a plan that mt.stream made itself follows from memory, so a run that goes on is
+# given what it had.
+
+def likeness(rt: Runtime) -> dict[str, Any]:
+    """For a checkpoint: plain numbers and text."""
+    versions = {"megatrain_torch": _core.__version__, "torch": torch.__version__}
+    if rt.is_cuda:
+        versions |= {"device": torch.cuda.get_device_name(rt.device), "cuBLASLt": "",
+                     "cuDNN": str(torch.backends.cudnn.version())}
+        for name in ("libcublasLt.so.13", "libcublasLt.so.12"):          # the one that torch has loaded
+            with suppress(OSError, AttributeError):
+                version = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY).cublasLtGetVersion
+                version.restype = ctypes.c_size_t
+                versions["cuBLASLt"] = versions["cuBLASLt"] or str(version())
+    else:
+        versions |= {"processor": torch.backends.cpu.get_cpu_capability(), "threads": str(torch.get_num_threads())}
+    # By the tokens of a pass what windows keep by plans that mt.stream made itself.
+    chosen = {} if rt.planning is None else {str(tokens): modes for tokens, modes in rt.planning.kept().items()}
+    return {"versions": versions, "repeating": repeating(), "compute": rt.compute, "products": rt.products,
+            "memory": _memory(rt), "tokens": rt.keeps.most_tokens, "kept": rt.keeps.fused(), "chosen": chosen,
+            "planned": [] if rt.planning is None else rt.planning.planned()}
+
+
+def go_on(rt: Runtime, saved: dict[str, Any]) -> None:
+    """Before states come: what the saved run was planned for is planned for here, at once, and what its layers chose to
+    keep, this one's keep. saved: as `known` gives it."""
+    if not saved or rt.planning is None:
+        return
+    if saved["memory"] == _memory(rt) and saved["chosen"]:
+        rt.planning.resumed = {int(tokens): modes for tokens, modes in saved["chosen"].items()}
+    if len(saved["planned"]) == 3 and all(type(n) is int and n > 0 for n in saved["planned"]):
+        rt.planning.resumes(*saved["planned"])
+
+
+def differences(rt: Runtime, saved: dict[str, Any]) -> list[str]:
+    """What this run does otherwise than the one that goes on here, in words. saved: as for `go_on`."""
+    if not saved:
+        return []
+    here = likeness(rt)
+    if saved["memory"] == here["memory"] and saved["chosen"] and rt.planning is not None:
+        here["kept"] = saved["kept"]             # of passes of the same length
+    there = saved["versions"]
+    found = [f"{what} {there.get(what, 'none')} there and {mine} here" for what, mine in here["versions"].items()
+             if there.get(what) != mine]
+    found += [f"{what} {saved[what]!r} there and {here[what]!r} here" for what in ("compute", "products")
+              if saved[what] != here[what]]
+    if saved["repeating"] != here["repeating"]:
+        words = ("on there and off here", "off there and on here")[here["repeating"]]
+        found.append(f"torch.use_deterministic_algorithms is {words}")
+    # Layers with many tokens that go through gate|up in tiles now and did not, or the reverse.
+    many = [w for w in rt.windows if w.fused is not None and w.name in saved["kept"]
+            and 0 < w.fused.sizes.tiled[1] < saved["tokens"]]
+    differ = [w for w in many if w.name in here["kept"]
+              and len({read(kept[w.name]).keep == "saved" for kept in (saved["kept"], here["kept"])}) == 2]
+    if differ:
+        found.append(f"{len(differ)} layers keep other activations ({differ[0].name}: {saved['kept'][differ[0].name]} "
+                     f"there and {here['kept'][differ[0].name]} here)")
+    elif saved["memory"] != here["memory"] and any(w.name not in here["kept"] for w in many):
+        sizes = " and ".join(f"{show_bytes(m[1] or m[0])} {where}" for m, where in
+                             ((saved["memory"], "there"), (here["memory"], "here")))
+        found.append(f"device memory {sizes}, for which layers choose what they keep")
+    return found
+
+
+def known(rt: Runtime, saved: Any) -> dict[str, Any]:
+    """What `likeness`, of this version or an older one, has put into a checkpoint; {}: anything else is there."""
+    here = likeness(rt)
+    found = {"planned": [], "products": "bf16"} | saved if isinstance(saved, dict) else {}
+    good = (all(type(found.get(k)) is type(v) for k, v in here.items())
+            and all(tokens.isdecimal() and isinstance(modes, dict) for tokens, modes in found["chosen"].items())
+            and all(mode in MODES for modes in (found["kept"], *found["chosen"].values()) for mode in modes.values())
+            and [type(n) for n in found["memory"]] == [int, int])
+    return found if good else {}
+
+
+def _memory(rt: Runtime) -> list[int]:
+    """Of the device, and the limit of what may be used; 0: there is none."""
+    total = torch.cuda.get_device_properties(rt.device).total_memory if rt.is_cuda else 0
+    limit = rt.cap.limit if rt.planning is None else rt.planning.choices.vram
+    return [total, limit or 0]

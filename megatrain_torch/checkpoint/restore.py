@@ -19,19 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from .. import _core
-from ..base import strict
 from ..base.errors import MegatrainError
 from ..base.modes import GROUP, LOW_BYTES, master_bytes, moment_bytes
-from ..base.strict import shown, table
+from ..base.strict import shown
 from ..group.control import calling
 from ..group.ranks import as_one
 from ..model.runtime import runtime_of
 from ..optim.adamw import AdamW
-from ..optim.states import CODES, MOMENTS, decoded, load_moments, set_master
+from ..optim.states import CODES, MOMENTS, load_moments, set_master
 from ..store.records import Record
 from ..store.tensorfiles import DTYPES, Stored
-from . import contents, likeness, manifest, parts
-from .contents import MASTERS, Checkpoint, Reads, set_random_states
+from . import manifest, parts
+from .manifest import MASTERS, Checkpoint, Reads, set_random_states
 from .parts import OURS, TORCHS, buffers_of, kind_of, names_of
 
 if TYPE_CHECKING:
@@ -94,15 +93,14 @@ def checkpoint_bytes(model: nn.Module, folder: str | Path, states: str = "fp32")
 
 @calling("mt.load")
 def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path, *, scheduler: Any = None,
-         verify: bool = True, convert: bool = False, progress: Callable[[int, int], None] | None = None) -> Any:
+         verify: bool = True, convert: bool = False) -> Any:
     """Takes a checkpoint of mt.save; returns the `extra` that it was given.
 
     Training goes on with the bits of an uninterrupted run, wherever units lived then and live now. On a GPU that needs
     kernels that give the same bits twice (`torch.use_deterministic_algorithms`). A warning tells what else changes the
     bits: another device, other versions, other activations kept.
     Types and formats may differ if the new ones hold all that the old ones did. Moments of 8 bits may become fp32 ones;
-    bf16 weights and their masters may become fp32 weights. mt.AdamW takes states of torch.optim.AdamW, and the reverse.
-    torch's optimizer then keeps moments in the parameter's type, and no master.
+    bf16 weights and their masters may become fp32 weights.
 
     Args:
         model: the streamed model. opt: its optimizer; None: weights and buffers alone, and no random states.
@@ -111,7 +109,6 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         verify: read and compare everything before anything is changed. False: compare while reading; a checkpoint that
             is found broken then leaves a model that refuses to run until one is loaded.
         convert: allow types and formats that hold less, by rounding.
-        progress: called with (units loaded, units in all).
 
     Raises:
         MegatrainError: there is no whole checkpoint, or it is not this model's; or a format that would lose bits.
@@ -127,9 +124,9 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         found = _Loading(rt, model, opt, Path(os.path.abspath(folder)))
         found.check(scheduler, verify, convert)
     source, training = found.source, found.source.training
-    like = {} if opt is None else likeness.known(rt, source.body.get("likeness"))
+    like = {} if opt is None else parts.known(rt, source.body.get("likeness"))
     if isinstance(opt, AdamW):
-        likeness.go_on(rt, like)
+        parts.go_on(rt, like)
         opt._ask_for_room()
     if scheduler is not None:                        # before states: its class is a stranger, and may refuse its own
         try:
@@ -138,11 +135,11 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
             raise MegatrainError(f"{source.where}: {type(scheduler).__name__} does not take the "
                                  f"scheduler's state ({type(why).__name__}: {shown(why)}); nothing else was changed"
                                  ) from why
-    found.take(progress)
+    found.take()
     rt.saved_files = parts.loaded(source.folder, source.body, {name: p._mt for p, name in found.names.items()},
                                   source.tensors)
     if opt is not None:
-        otherwise = likeness.differences(rt, like) + found.set_random_states()
+        otherwise = parts.differences(rt, like) + found.set_random_states()
         if otherwise:
             warnings.warn(f"{source.folder}: training goes on, with other bits than it would have had there: "
                           f"{'; '.join(otherwise)}", stacklevel=3)
@@ -171,13 +168,13 @@ class _Loading:
         if verify:
             self.source.verify(*(0, 1) if self.rt.ranks is None else (self.rt.ranks.rank, self.rt.ranks.size))
 
-    def take(self, progress: Callable[[int, int], None] | None) -> None:
+    def take(self) -> None:
         rt, opt, source = self.rt, self.opt, self.source
         rt.core.drain()
         if self.ours:
             opt._catch_up()
         elif opt is not None:                # first: its class is a stranger, and may refuse them
-            self._other_states()
+            opt.load_state_dict(self.training["others"])
         rt.broken = f"the model is half-loaded: loading {source.folder} failed; load a checkpoint that is whole"
         # As one: what a unit brought to the host is given back, whoever has asked for it; so nobody reads before all
         # have.
@@ -188,11 +185,9 @@ class _Loading:
                 reads.go()
                 for buffer, value in pairs:
                     buffer.copy_(value)
-                for done, records in enumerate(rt.units, 1):
+                for records in rt.units:
                     if own := [r for r in records if r.param in self.names]:     # some may be gone from the model
                         self.unit(own)
-                    if progress is not None:
-                        progress(done, len(rt.units))
             except BaseException as why:     # of one of several ranks, for which all wait: then all fail at once
                 if rt.ranks is not None:
                     with suppress(MegatrainError):       # the engine may be closed
@@ -239,43 +234,20 @@ class _Loading:
                 raise MegatrainError(f"{where} lies in memory with strides {about['strides']} there and "
                                      f"{list(record.stride)} here, and its moments of 8 bits have scales in that order")
             why = loses(self.body, name, record.dtype, record.runtime.states if self.ours else None)
-            if not why and self.opt is not None and not self.ours and "step" in about and record.dtype != torch.float32:
-                why = f"its moments and master become {record.dtype} in {TORCHS}"
             if why and not convert:
                 raise MegatrainError(f"{where}: {why}; convert=True allows that")
 
     def _match_kind(self) -> None:
-        """Are these states the optimizer's? Those of one AdamW become the other's."""
-        body, training, folder, where = self.body, self.training, self.source.folder, self.where
-        there, here = body["optimizer"], kind_of(self.opt)
-        if there is not None and "." not in there:       # checkpoints were written that have the class's name alone
-            ours = there == "AdamW" and body["states"] is not None
-            there = OURS if ours else f"{'torch.optim' if hasattr(torch.optim, there) else _SCRIPT}.{there}"
-        if there == here:
+        """Are these states the optimizer's?"""
+        there, here = self.body["optimizer"] or "", kind_of(self.opt)
+        (package, _, name), (own, _, own_name) = there.rpartition("."), here.rpartition(".")
+        # Of a class in a script no package is known: it may be imported the next time.
+        in_script = name == own_name and _SCRIPT in (package, own) and not {package, own} & {"mt", "torch.optim"}
+        if there == here or in_script:
             return
-        (package, _, name), (own, _, own_name) = (there or "").rpartition("."), here.rpartition(".")
-        if there and name == own_name and _SCRIPT in (package, own) and not {package, own} & {"mt", "torch.optim"}:
-            return                       # of a class in a script no package is known: it may be imported the next time
-        alone = "mt.load(model, None, folder) takes the weights alone"
-        if {there, here} != {OURS, TORCHS}:
-            raise MegatrainError(f"{folder} has states of {there or 'no optimizer'}, and {here} is to take them; "
-                                 f"{alone}")
-        if any(g.get("amsgrad") for g in [*training["groups"], *self.opt.param_groups]):
-            raise MegatrainError(f"{folder} has states of {there}, and {here} is to take them, but mt.AdamW has no "
-                                 f"amsgrad=True; {alone}")
-        if here == TORCHS:                               # as far as torch's has them beside tensors
-            training["others"] = {name: {"step": torch.tensor(float(saved["step"]))}
-                                  for name, saved in self.saved.items() if "step" in saved}
-            return
-        # As mt.AdamW would have saved torch's: with moments in fp32, and no master.
-        body |= {"states": "fp32", "skipped_steps": 0}
-        for number, name in enumerate(name for g in training["groups"] for name in g["params"]):
-            table(self.saved.get(name), f"{where}: parameter {shown(name)}")["key"] = number
-        for name, own in strict.field(training, "others", lambda _: True, "torch.optim.AdamW's steps", where).items():
-            if own:
-                about = table(self.saved.get(name), f"{where}: others: {shown(name)}")
-                about |= {"step": contents.step_of(own, f"{where}: others of {name}"), "master": ""}
-                contents.check_states(body, name, self.source.states, where, DTYPES[about["dtype"]])
+        way = f"; load them into {there} and give its state_dict() to {here}" if {there, here} == {OURS, TORCHS} else ""
+        raise MegatrainError(f"{self.source.folder} has states of {there or 'no optimizer'}, and {here} is to take "
+                             f"them{way}; mt.load(model, None, folder) takes the weights alone")
 
     def _match_groups(self) -> None:
         folder, training, where = self.source.folder, self.training, self.where
@@ -285,22 +257,10 @@ class _Loading:
             raise MegatrainError(f"{folder}: the optimizer's groups have {[len(g) for g in mine]} parameters here and "
                                  f"{[len(g) for g in saved]} in the checkpoint, or others, or in another order: make "
                                  "the optimizer as it was made then")
-        contents.check_hyper(training["groups"], self.opt.param_groups, where)
         if self.ours and (lacking := [n for g in saved for n in g if "key" not in self.saved[n]]):
             raise MegatrainError(f"{folder / manifest.NAME}: parameter {lacking[0]} has no key: {manifest.BROKEN}")
-        if not self.ours and "others" not in training:
-            raise MegatrainError(f"{where} has no 'others': {manifest.BROKEN}")
-        if kind_of(self.opt) == TORCHS and self.body["states"] is None:
-            # What torch.optim.AdamW would find missing, or of another form, when it has taken it, or in its next step.
-            for name, own in training["others"].items():
-                about = table(self.saved.get(name), f"{where}: others: {shown(name)}")
-                if own:
-                    contents.step_of(own, f"{where}: others of {name}")
-                for key in MOMENTS if own else ():
-                    found = self.source.states.get(f"{name}.{key}")
-                    if found is None or found.shape != tuple(about["shape"]):
-                        raise MegatrainError(f"{folder} has no {name}.{key} of shape {about['shape']}: "
-                                             f"{manifest.BROKEN}")
+        if not self.ours and "param_groups" not in training.get("others", {}):
+            raise MegatrainError(f"{where} has no state_dict of {kind_of(self.opt)}: {manifest.BROKEN}")
 
     # ---- a unit at a time ----
 
@@ -313,8 +273,7 @@ class _Loading:
             name = self.names[r.param]
             saved = self.saved[name]
             stepped = self.ours and "step" in saved
-            mastered = stepped or (opt is not None and "step" in saved and r.dtype == torch.float32)
-            readers.append(self._weights(r, name, reads, saved["master"] if mastered else ""))
+            readers.append(self._weights(r, name, reads, saved["master"] if stepped else ""))
             if stepped:
                 opt._begin_state(r.param, r)
                 opt.state[r.param]["step"].fill_(float(saved["step"]))
@@ -386,29 +345,6 @@ class _Loading:
             value = torch.empty(weight.shape)
             _core.split_join(weight.data_ptr(), rest.data_ptr(), value.data_ptr(), weight.numel(), low)
         set_master(record.param, value)
-
-    def _other_states(self) -> None:
-        """Of an optimizer that is not mt.AdamW. Raises what its load_state_dict does."""
-        opt, names, others = self.opt, self.names, self.training["others"]
-        reads, found = Reads(self.source), {}
-        flat = [p for g in opt.param_groups for p in g["params"]]
-        tensors: dict[str, dict[str, Tensor]] = {names[p]: {} for p in flat}
-        ours = self.body["states"] is not None
-        for path, stored in self.source.states.items():
-            name, _, key = path.rpartition(".")
-            if name in tensors and not (ours and key in MASTERS.values()):
-                tensors[name][key] = reads.fresh(stored)
-        with manifest.adding(manifest.BROKEN):
-            reads.go()
-        for index, p in enumerate(flat):
-            own = tensors[names[p]]
-            if ours and CODES[0] in own:
-                own = dict(zip(MOMENTS, decoded(p.shape, p._mt.stride, own)))
-            if names[p] in others:
-                found[index] = others[names[p]] | own
-        groups = [{**mine, **g, "params": mine["params"]} for g, mine in
-                  zip(self.training["groups"], torch.optim.Optimizer.state_dict(opt)["param_groups"])]
-        opt.load_state_dict({"state": found, "param_groups": groups})
 
 
 def _fits(memory: Tensor, stored: Stored) -> bool:

@@ -5,7 +5,8 @@
                                             (weights-..., without these, of a transformers model with an adapter)
     frozen-00001-of-00002.safetensors ...  weights that do not train, where they are many, of the checkpoint before too
     states-00001-of-00009.safetensors ...  AdamW's planes as they are, unit by unit
-    training.pt                            groups, scheduler, random states, `extra`: torch.load(weights_only=True)
+    training.pt                            groups, scheduler, random states, `extra`, another optimizer's state_dict:
+                                           torch.load(weights_only=True)
     manifest.json                          sizes, sums, what belongs to which parameter (manifest.py)
 
 No second copy of the model is made: the engine copies blocks of 4 MiB out of the planes and writes them, unit by unit
@@ -22,9 +23,7 @@ import shutil
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,7 @@ from ..model.runtime import runtime_of
 from ..optim.adamw import AdamW
 from ..store.tensorfiles import TensorFile
 from . import manifest
-from .contents import random_states
+from .manifest import random_states
 from .parts import Parts, held_by, parts_of, standing_parent
 
 if TYPE_CHECKING:
@@ -54,39 +53,13 @@ FILE_BYTES = 5 * 10**9               # of a file of tensors, at most
 COPIERS, WRITERS = max(4, min(16, cpus() * 3 // 4)), 8
 LEAST_BYTES = (COPIERS + WRITERS) * (4 << 20)        # of blocks on their way: one for each thread
 SPARE_BYTES = 2 << 30                # of an asynchronous save, unless it is said, or there is less
-TRIAL_BYTES, LEAST_TRIAL_BYTES = 256 << 20, 4 << 20  # that a dry run writes, to tell the disk's rate: at most, at least
-POLL_S = 0.25                        # between two calls of progress
+POLL_S = 0.25                        # after which an interruption is noticed
 AS_BEFORE = ", and what was there before is as it was"
-
-
-@dataclass(frozen=True)
-class SavePlan:
-    """What a dry run found.
-
-    Attributes:
-        bytes, files: of the checkpoint.
-        free: bytes of the file system. rate: bytes/s written there.
-    """
-
-    bytes: int
-    files: tuple[str, ...]
-    free: int
-    rate: float
-
-    @property
-    def seconds(self) -> float:
-        """That writing it takes at that rate."""
-        return self.bytes / self.rate
-
-    def __str__(self) -> str:
-        return (f"{show_bytes(self.bytes)} in {len(self.files)} files, about {self.seconds:.1f} s at "
-                f"{self.rate / 1e9:.2f} GB/s; {show_bytes(self.free)} are free")
 
 
 @calling("mt.save")
 def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path, *, scheduler: Any = None,
-         extra: Any = None, asynchronous: bool = False, spare: int | str | None = None, dry_run: bool = False,
-         progress: Callable[[int, int], None] | None = None) -> Saving | SavePlan:
+         extra: Any = None, asynchronous: bool = False, spare: int | str | None = None) -> Saving:
     """Writes a checkpoint: weights, optimizer states, scheduler, random states. mt.load takes it.
 
     Call it between steps; where several processes train the model, in all of them, and each writes a part.
@@ -110,10 +83,6 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         spare: host memory for blocks that are copied and not yet written (bytes or "8GiB"). None: 2 GiB where
             asynchronous and so much is free, else the least, 4 MiB for each thread. Besides, what a unit has on the
             device or on disk is in host memory while it is copied, one unit at a time.
-        dry_run: check that the folder can be made, that there is room, and that all can be serialised. Measure the disk
-            with a trial file. Return a SavePlan.
-        progress: called with (bytes written, bytes in all) four times a second, from the thread that writes. Each of
-            several processes reports its own bytes times their number.
 
     Raises:
         MegatrainError: the model is not streamed, or was streamed anew since its mt.AdamW was made. Gradients of an
@@ -121,7 +90,7 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
             or in host memory, or no permission. Writing failed. Nothing is lost then.
     """
     rt = runtime_of(model)
-    saving = Saving(rt, Path(folder).absolute(), progress)
+    saving = Saving(rt, Path(folder).absolute())
     rt.finish_save()
     randoms, when = zip(*saving._each((random_states(), asynchronous)))
     with as_one(saving._ranks):              # what fails in one process fails in all
@@ -134,8 +103,6 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
     with as_one(saving._ranks):
         left, need = parts.without(linked)
         room = _room(rt, saving.folder, need, held_by(left), parse_bytes(spare, "spare"), asynchronous)
-        if dry_run:
-            return _trial(saving.folder, parts, need)
     saving._begin(rt, parts, linked, asynchronous, room)
     if not asynchronous:
         saving.check()
@@ -177,17 +144,6 @@ def _room(rt: Runtime, folder: Path, need: int, held: list[tuple[int, int]], spa
     return spare
 
 
-def _trial(folder: Path, parts: Parts, need: int) -> SavePlan:
-    draft = manifest.Draft(folder)
-    try:
-        nbytes = max(min(need, TRIAL_BYTES), LEAST_TRIAL_BYTES)
-        rate = _core.disk_measure(str(draft.path), nbytes, LEAST_TRIAL_BYTES, WRITERS, WRITERS)["fresh"]
-        return SavePlan(need, (*(f.name for f in parts.files), *parts.small, manifest.NAME),
-                        shutil.disk_usage(draft.path).free, rate)
-    finally:
-        draft.drop()
-
-
 # ---- a save under way --------------------------------------------------------------------------
 
 class Saving:
@@ -203,11 +159,11 @@ class Saving:
     # store, so whoever writes a block needs nothing of the others; that a unit's update waits until its bytes are
     # copied, the engines see to. The first one makes folder and files, has all sums in the end, and gives the name.
 
-    def __init__(self, rt: Runtime, folder: Path, progress: Callable[[int, int], None] | None) -> None:
+    def __init__(self, rt: Runtime, folder: Path) -> None:
         self.folder, self.bytes, self.seconds, self.held = folder, 0, 0.0, 0.0
         self._ranks = None if rt.ranks is None else rt.ranks.aside()     # a save may end in a thread of its own
         self._part, self._parts = (0, 1) if rt.ranks is None else (rt.ranks.rank, rt.ranks.size)
-        self._progress, self._begun = progress, time.perf_counter()
+        self._begun = time.perf_counter()
         self._over = threading.Event()       # not the thread's own: a join that is interrupted takes it for dead
         self._process = os.getpid()          # whose thread it is
         self._error: BaseException | None = None
@@ -337,11 +293,8 @@ class Saving:
             self._over.set()
 
     def _follow(self, core: _core.Engine) -> None:
-        over = False
-        while not over:
-            done, over = core.save_wait(POLL_S)
-            if self._progress is not None:
-                self._progress(self.bytes if over else min(done * self._parts, self.bytes), self.bytes)
+        while not core.save_wait(POLL_S)[1]:
+            pass
 
 
 def give_up(core: _core.Engine) -> None:

@@ -40,7 +40,7 @@ NEEDED = {"dpo": ("chosen", "rejected"), "orpo": ("prompt", "chosen", "rejected"
           "kto": ("prompt", "completion", "label"), "grpo": ("prompt",)}
 IGNORED = -100                       # a label that is no target, torch's own
 # Kinds of models in which documents of one row, told apart by position_ids alone, do not see each other:
-# tests/test_cli.py asks them. Others get rows of one document each.
+# tests/test_cli.py asks them (with transformers 5.17, 5.23 and 5.24). Others get rows of one document each.
 SEPARATE = frozenset("""
     apertus arcee bitnet cohere cohere2 cwm deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe exaone4 flex_olmo gemma
     gemma2 gemma3 gemma3_text gemma4 gemma4_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox granite granitemoe

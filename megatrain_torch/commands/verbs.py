@@ -433,6 +433,6 @@ def _planned(p: mt.Plan, one: mt.Plan | None) -> dict[str, Any]:
     """All fields of a Plan, and what follows from them; of several GPUs the share of as many plans like `one`."""
     found = {f.name: getattr(p, f.name) for f in dataclasses.fields(p)}
     found |= {"machine": p.machine.to_dict(), "nvme": p.nvme and dataclasses.asdict(p.nvme)}
-    follows = ("tokens_per_second", "vram_bytes", "host_bytes", "disk_bytes", "disk_written", "disk_years", "bound")
+    follows = ("tokens_per_second", "vram_bytes", "host_bytes", "disk_bytes", "disk_written", "bound")
     of_one = {} if p.gpus * p.machines == 1 else {"share_of_one_gpu": one and _share(p, one)}
     return {"fits": True} | found | {name: getattr(p, name) for name in follows} | of_one

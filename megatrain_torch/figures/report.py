@@ -1,15 +1,95 @@
-"""Slices of work on lanes, as a picture and as a Chrome trace (Perfetto, chrome://tracing); and reports of steps: what
-each resource did, and which of them bound the step."""
+"""What plans, traces and reports show people: tables as text and pictures of bars; slices of work on lanes, as a
+picture and as a Chrome trace (Perfetto, chrome://tracing); and what each resource did in a step, and which bound it."""
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+import contextlib
+import html
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from .tables import Shown, Table, as_text, drawing, legend
+from ..base.errors import MegatrainError
+from ..base.limits import show_bytes
+
+Table = tuple[str, list[tuple[str, ...]]]   # a title, "" without; rows, the first of which is the head
+Tier = tuple[str, dict[str, int], int]      # of a kind of memory: title, bytes by what they hold, bytes there are
+
+
+def as_text(table: Table, right: Sequence[int] = (1,)) -> str:
+    """The rows in columns of spaces, the title below. right: columns whose figures end below each other."""
+    title, rows = table
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join(c.rjust(n) if i in right else c.ljust(n) for i, (c, n) in enumerate(zip(r, widths))).rstrip()
+             for r in rows]
+    return "\n".join([*lines, *([title] if title else [])])
+
+
+def bytes_table(title: str, parts: dict[str, int], most: int, note: str = "") -> Table:
+    """Bytes by what they hold, and all of them beside those there are. note: "" shows their share."""
+    total = sum(parts.values())
+    return "", [(title, "bytes", ""), *((what, show_bytes(n), "") for what, n in parts.items() if n),
+                ("in all", show_bytes(total), f"of {show_bytes(most)}" + (note or f", {total / most:.0%}"))]
+
+
+class Shown:
+    """What prints as lines, its `_head()`, and as tables, its `_tables()`; and shows itself so in a notebook."""
+
+    def __str__(self) -> str:
+        return "\n\n".join([self._head(), *map(as_text, self._tables())])
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+# ---- kinds of memory -----------------------------------------------------------------------------
+
+_LEAST_SHARE = 0.06                          # of a bar: narrower pieces have no words in them
+
+
+def draw_tiers(path: str | Path, title: str, tiers: list[Tier]) -> None:
+    """A bar for each kind of memory, with what lies there as shares of it. path: .png, .svg or .pdf."""
+    names = [f"{name}\n{show_bytes(most)}" for name, _, most in tiers]
+    with drawing(path, title, names, (10.0, 1.1 * len(tiers) + 1.2), 150) as (figure, axes):
+        from matplotlib import colormaps
+
+        axes.set_prop_cycle(color=colormaps["tab20"].colors)
+        left = [0.0] * len(tiers)
+        for what in dict.fromkeys(what for _, parts, _ in tiers for what, n in parts.items() if n):
+            shares = [parts.get(what, 0) / most for _, parts, most in tiers]
+            bars = axes.barh(range(len(tiers)), shares, left=left, height=0.7, edgecolor="white", label=what)
+            words = [show_bytes(parts[what]) if share > _LEAST_SHARE else ""
+                     for share, (_, parts, _) in zip(shares, tiers)]
+            axes.bar_label(bars, words, label_type="center", fontsize="x-small")
+            left = [sum(pair) for pair in zip(left, shares)]
+        axes.barh(range(len(tiers)), 1, height=0.7, facecolor="none", edgecolor="black", linewidth=0.8)
+        axes.set_xlim(0, 1)
+        axes.xaxis.set_major_formatter("{x:.0%}")
+        figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize="small")
+
+
+@contextlib.contextmanager
+def drawing(path: str | Path | BinaryIO, title: str, rows: list[str], inches: tuple[float, float], dpi: int
+             ) -> Iterator[tuple[Any, Any]]:
+    """(figure, axes) with a named row for each bar, the first at the top; written at the end."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MegatrainError("a picture needs matplotlib: pip install matplotlib") from None
+    figure = Figure(figsize=inches, dpi=dpi, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    yield figure, axes
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_title(title, fontsize="medium", loc="left")
+    figure.savefig(path)
+
+
+# ---- lanes ----------------------------------------------------------------------------------------
 
 LANES = {"compute": "compute", "h2d": "H2D", "d2h": "D2H", "hand-over": "hand-over", "host sum": "host sum",
          "host update": "host update", "device update": "device update", "through": "through the device",
@@ -61,24 +141,18 @@ def chrome_trace(slices: Sequence[Slice], marks: Sequence[int]) -> dict[str, Any
     """Lanes as threads, work as slices, steps above, in Google's Trace Event Format. marks: when steps began."""
     start = min([s.begin for s in slices] + list(marks[:1]), default=0)
     rows = ["step", *LANES]
-
-    def about(kind: str, args: dict[str, Any], **thread: int) -> dict[str, Any]:
-        return {"ph": "M", "name": kind, "pid": 1, **thread, "args": args}
-
-    def complete(kind: str, name: str, row: str, begin: int, end: int, args: dict[str, Any]) -> dict[str, Any]:
-        return {"ph": "X", "cat": kind, "name": name, "pid": 1, "tid": rows.index(row),      # times in microseconds
-                "ts": (begin - start) / 1000, "dur": (end - begin) / 1000, "args": args}
-
-    events = [about("process_name", {"name": "megatrain_torch"})]
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "megatrain_torch"}}]
     for tid, name in enumerate(rows):
-        events += [about("thread_name", {"name": name}, tid=tid),
-                   about("thread_sort_index", {"sort_index": tid}, tid=tid)]
-    events += [complete("step", f"step {i}", "step", a, b, {}) for i, (a, b) in enumerate(pairwise(marks))]
-    for s in slices:
-        details: dict[str, Any] = {k: v for k, v in (("unit", s.unit), ("bytes", s.nbytes)) if v}
+        for kind, named in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": tid})):
+            events.append({"ph": "M", "name": kind, "pid": 1, "tid": tid, "args": named})
+    steps = [Slice("step", "step", str(i), 0, a, b) for i, (a, b) in enumerate(pairwise(marks))]
+    for s in (*steps, *slices):
+        args: dict[str, Any] = {k: v for k, v in (("unit", s.unit), ("bytes", s.nbytes)) if v}
         if s.nbytes and s.end > s.begin:
-            details["GB/s"] = round(s.nbytes / (s.end - s.begin), 3)
-        events.append(complete(s.work, f"{s.work} {s.unit}".strip(), s.lane, s.begin, s.end, details))
+            args["GB/s"] = round(s.nbytes / (s.end - s.begin), 3)
+        events.append({"ph": "X", "cat": s.work, "name": f"{s.work} {s.unit}".strip(), "pid": 1,
+                       "tid": rows.index(s.lane), "ts": (s.begin - start) / 1000, "dur": (s.end - s.begin) / 1000,
+                       "args": args})          # times in microseconds
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -89,6 +163,8 @@ def draw_lanes(path: str | Path | BinaryIO, slices: Sequence[Slice], marks: Sequ
     begin, end = marks[0], marks[-1]
     lanes = {name: part for name, all_ in by_lane(slices).items() if (part := between(all_, begin, end))}
     with drawing(path, title, [LANES[name] for name in lanes], (12.0, 4.0), 100) as (figure, axes):
+        from matplotlib.patches import Patch
+
         beside = axes.get_yaxis_transform()
         for row, part in enumerate(lanes.values()):
             spans: dict[tuple[str, bool], list[tuple[float, float]]] = {}
@@ -106,7 +182,9 @@ def draw_lanes(path: str | Path | BinaryIO, slices: Sequence[Slice], marks: Sequ
             axes.axvline((mark - begin) * 1e-6, color="black", linewidth=0.8, linestyle=":")
         axes.set_xlim(0, (end - begin) * 1e-6)
         axes.set_xlabel("ms")
-        legend(figure, COLOURS, {s.work for part in lanes.values() for s in part}, "outside upper right")
+        shown = {s.work for part in lanes.values() for s in part}
+        patches = [Patch(color=colour, label=work) for work, colour in COLOURS.items() if work in shown]
+        figure.legend(handles=patches, loc="outside upper right", ncols=len(patches), frameon=False, fontsize="small")
 
 
 # ---- steps -----------------------------------------------------------------------------------------
@@ -150,7 +228,6 @@ class StepReport(Shown):
             Compute is busy from a window's first kernel to its last, also where the host is slow in launching them.
         idle: seconds that compute stood still, by what it waited for: a lane, or "host": Python and the user's code.
         between_steps: of idle, seconds before the step's first window.
-        least: seconds the bytes of a lane take at the machine's rate, where mt.trace was given one.
         traced: busy and idle were measured.
     """
 
@@ -163,7 +240,6 @@ class StepReport(Shown):
     host_bytes: int
     busy: Mapping[str, float] = field(default_factory=dict)
     idle: Mapping[str, float] = field(default_factory=dict)
-    least: Mapping[str, float] = field(default_factory=dict)
     between_steps: float = 0.0
     traced: bool = False
     disk_read_bytes: int = 0
@@ -197,7 +273,7 @@ class StepReport(Shown):
         return text
 
     def __str__(self) -> str:
-        lines = [self.why, *(as_text(table, right=(1, 2, 4, 5)) for table in self._tables())]
+        lines = [self.why, *(as_text(table, right=(1, 2, 4)) for table in self._tables())]
         if self.idle:
             parts = ", ".join(f"{v:.3g} s for {_CALLED[k]}"
                               for k, v in sorted(self.idle.items(), key=lambda item: -item[1]))
@@ -214,25 +290,24 @@ class StepReport(Shown):
         return self.why
 
     def _tables(self) -> list[Table]:
-        """Every lane that did something: busy seconds, share of the step, GB moved, least seconds."""
+        """Every lane that did something: busy seconds, share of the step, GB moved."""
         moved = {"h2d": self.h2d_bytes, "d2h": self.d2h_bytes, "swap out": self.out_bytes, "swap back": self.back_bytes,
                  "disk": self.disk_read_bytes + self.disk_written_bytes,
                  "swap disk": self.spill_read_bytes + self.spill_written_bytes}
-        rows: list[tuple[str, ...]] = [("", "busy s", "", " " * _BAR, "GB", "at least s")]
+        rows: list[tuple[str, ...]] = [("", "busy s", "", " " * _BAR, "GB")]
         for lane, busy in self.busy.items():
             if busy > 0:
                 share = busy / self.seconds if self.seconds > 0 else 0.0
                 rows.append((LANES[lane], f"{busy:.3g}", f"{share:.0%}", "█" * round(share * _BAR),
-                             f"{moved[lane] / 1e9:.3g}" if lane in moved else "",
-                             f"{self.least[lane]:.3g}" if lane in self.least else ""))
+                             f"{moved[lane] / 1e9:.3g}" if lane in moved else ""))
         return [("", rows)] if len(rows) > 1 else []
 
 
 # ---- from slices -------------------------------------------------------------------------------
 
-def measure(lanes: Mapping[str, Sequence[Slice]], begin: int, end: int, counted: Mapping[str, int], host_bytes: int,
-            rates: Mapping[str, float]) -> StepReport:
-    """The report of the step in [begin, end) ns. counted: growth of the engine's counters. rates: bytes/s by lane."""
+def measure(lanes: Mapping[str, Sequence[Slice]], begin: int, end: int, counted: Mapping[str, int], host_bytes: int
+            ) -> StepReport:
+    """The report of the step in [begin, end) ns. counted: growth of the engine's counters."""
     first = next((s.begin for s in between(lanes.get("compute", ()), begin, end)), end)
     done = {name: [s for s in between(lane, begin, end) if s.end < end] for name, lane in lanes.items()}
     moved = {name: sum(s.nbytes for s in lane) for name, lane in done.items()}
@@ -243,7 +318,6 @@ def measure(lanes: Mapping[str, Sequence[Slice]], begin: int, end: int, counted:
         busy={name: busy_seconds(between(lane, begin, end), begin, end) for name, lane in lanes.items()
               if name != WAITS},
         idle=idle_seconds(lanes, begin, end),
-        least={name: moved[name] / rate for name, rate in rates.items() if moved.get(name)},
         between_steps=max(0, first - begin) * 1e-9, traced=True,
         disk_read_bytes=sum(s.nbytes for s in done.get("disk", ()) if s.work == "read"),
         disk_written_bytes=sum(s.nbytes for s in done.get("disk", ()) if s.work == "write"),

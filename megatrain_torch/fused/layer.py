@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..base.codes import format_of, multiplies
 from ..base.modes import LINKED, Mode, inner
@@ -344,10 +344,11 @@ class Fused:
             e = template.mlp.experts
             loop = opaque_loop(m, 2 * e.inter, [weights[n] for n in sorted(e.names)])
             forwards.append(((*self.wrappers, m)[0], loop))
+        wide = [t for t in tree_leaves((x, named)) if isinstance(t, Tensor) and t.dim() == 3 and t.is_floating_point()]
         outer = swap_window({r: weights[n] for n, r in self.records.items()})
         try:
             with put_in(forwards):
-                return read(scope, list(module.modules()), judge, [forward for _, forward in forwards])
+                return read(scope, list(module.modules()), judge, [forward for _, forward in forwards], wide)
         finally:
             swap_window(outer)
 
@@ -388,7 +389,7 @@ class Layer(torch.autograd.Function):
         if bundle is not None:               # on its way off the device, but for what is small
             may = bundle.swap.may
             kept = tree_map_only(Tensor, lambda t: bundle.add(t) if may(t) else t, kept)
-            if mode.input and mode.keep != LINKED and may(x):
+            if mode.keep != LINKED and may(x):
                 bundle.input = bundle.add(x).number
             bundle.leave()
         ctx.kept = kept

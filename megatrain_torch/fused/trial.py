@@ -38,15 +38,18 @@ Run = tuple[Tensor, dict[str, Tensor]]       # output, and what has gradients: f
 
 
 @contextlib.contextmanager
-def put_in(forwards: list[tuple[nn.Module, Any]]) -> Iterator[None]:
-    """Inside, modules have these forwards."""
-    for m, forward in forwards:
-        vars(m)["forward"] = forward
+def put_in(methods: list[tuple[nn.Module, Any]], name: str = "forward") -> Iterator[None]:
+    """Inside, modules have these forwards, or other methods, in the place of what they have."""
+    before = [vars(m).get(name) for m, _ in methods]
+    for m, method in methods:
+        vars(m)[name] = method
     try:
         yield
     finally:
-        for m, _ in forwards:
-            del vars(m)["forward"]
+        for (m, _), own in zip(methods, before):
+            vars(m)[name] = own
+            if own is None:
+                del vars(m)[name]
 
 
 def plain_linears(fused: Any, weights: Any) -> list[tuple[nn.Module, Any]]:
@@ -85,12 +88,31 @@ class InFp32(TorchDispatchMode):
 
 
 def _widened(value: Any) -> Any:
-    """Floating-point tensors of 16 bits in fp32; masks that are additions hide as before. A stack that comes here whole
-    is one that adapters are added to."""
-    def wide(t: Tensor) -> Tensor:
-        return t if t.dtype not in HALF else t.together().float() if isinstance(t, Stack) else t.float()
+    """Floating-point tensors of 16 bits in fp32; masks that are additions hide as before."""
+    return tree_map_only(Tensor, lambda t: t.float() if t.dtype in HALF and not isinstance(t, Stack) else t, value)
 
-    return tree_map_only(Tensor, wide, value)
+
+class Adapted:
+    """PEFT's sum of a stack and scale * left @ right, of one expert at a time: a loop over experts then has neither the
+    sum of all nor its gradient, in fp32."""
+
+    def __init__(self, stack: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+        self.stack, self.left, self.right, self.scale = stack, left, right, scale
+
+    def __getitem__(self, expert: Any) -> Tensor:
+        return torch.addmm(self.stack[expert], self.left[expert], self.right[expert], alpha=self.scale)
+
+
+@contextlib.contextmanager
+def adapted_one_by_one(wrapper: Any, active: list[str]) -> Iterator[None]:
+    """In the place of PEFT's ParamWrapper._activate_lora, of one adapter."""
+    module, name = wrapper.get_base_layer(), wrapper.parameter_name
+    (adapter,) = (key for key in active if key in wrapper.lora_A)
+    vars(module)[name] = Adapted(getattr(module, name), *wrapper.get_delta_factors(adapter))
+    try:
+        yield
+    finally:
+        del vars(module)[name]
 
 
 class Trial:
@@ -164,11 +186,14 @@ class Trial:
             router.forced = None
 
     def _in_fp32(self, x: Tensor, kwargs: Any) -> Run:
-        """The module's own code in fp32; of a package's products, and of loops over experts, in plain torch."""
+        """The module's own code in fp32; of a package's products, and of loops over experts, in plain torch. (Before
+        0.21 PEFT adds up whole stacks.)"""
         fused, bound = self.fused, self.window.bind_leaves()
         plain = plain_linears(fused, fused.exact(fused.names))
+        loops = [(m, types.MethodType(loop_of(m), m)) for m in fused.loops]
+        adds = [(m, types.MethodType(adapted_one_by_one, m)) for m in fused.wrappers if hasattr(m, "get_delta_factors")]
         try:
-            with put_in([*plain, *((m, types.MethodType(loop_of(m), m)) for m in fused.loops)]), InFp32():
+            with put_in([*plain, *loops]), put_in(adds, "_activate_lora"), InFp32():
                 return self._run(bound, *_widened((x, kwargs)))
         except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
             raise Unfit(f"its code cannot be run in fp32: {str(error).strip().splitlines()[0]}") from error

@@ -227,7 +227,7 @@ class ReplayFrame:
         if changed:
             self.inputs, self.watched, self.window.mode = self.clones, [], str(mode.saved)
         self.clones, self.window.proved = None, True
-        if mode.input and not changed:       # the inputs with a gradient wait elsewhere
+        if mode.host and not changed:       # the inputs with a gradient wait elsewhere
             away = Fork(away=Bundle(self.runtime.swap, self.window, mode.disk))
             self.inputs = away.call(*self.inputs)
             gone = {storage_of(t) for t in away.with_grad}

@@ -242,11 +242,11 @@ def _settings(symbols: bool) -> Iterator[None]:
     compiling = [function for function, answer in told.items() if answer is True]
     told.update(dict.fromkeys(compiling, False))
     numbers = rf".*\.({'|'.join(NUMBERED)})$" if symbols else ""
-    # Two fifths of a read's time would go into caching results of fake operations, of which few are met again, and into
-    # measuring how fast its guards are, which flushes the processor's caches.
+    # For a log dynamo measures how fast its guards are, with the processor's caches flushed before: 60 ms of each read.
+    # Its cache of fake operations takes a fifth of a read and stays: with torch 2.13 Phi 3 is not proved without it.
     measure = guards.profile_guard_manager
     with config.patch(specialize_float=True, specialize_int=True, assume_static_by_default=False,
-                      automatic_dynamic_shapes=False, skip_nnmodule_hook_guards=False, fake_tensor_cache_enabled=False,
+                      automatic_dynamic_shapes=False, skip_nnmodule_hook_guards=False,
                       capture_scalar_outputs=True, trace_numpy=False, suppress_errors=False, verbose=False), \
             torch.compiler.config.patch(dynamic_sources=numbers):
         try:
@@ -280,13 +280,14 @@ def plain_modules(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Callable[[Graph | None, str], Any] | None = None,
-         put: Sequence[object] = ()) -> Reading:
+         put: Sequence[object] = (), wide: Sequence[Tensor] = ()) -> Reading:
     """What a call does.
 
     Args:
         modules: those whose weights are bound.
         judge: is given the graph, of one tensor alone (None: it has no operation), and what the code writes.
         put: functions that lie in modules for the read alone: nothing of them is guarded.
+        wide: tensors whose last size is a number of what is read, and no symbol.
 
     Raises:
         Unreadable: dynamo cannot follow it.
@@ -294,6 +295,8 @@ def read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Callable[[G
     cached()
     collects, why = gc.isenabled(), ""
     gc.disable()
+    for t in wide:
+        torch._dynamo.mark_static(t, t.dim() - 1)
     try:
         for symbols in (True, False):
             try:
@@ -303,6 +306,9 @@ def read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Callable[[G
             if _SYMBOL not in why:           # else it is read as the code of this one layer
                 break
     finally:
+        for t in wide:                       # these are the user's
+            for name in ("_dynamo_static_indices", "_has_dynamo_dim_marking"):
+                vars(t).pop(name, None)
         gc.collect(0)                        # dynamo's cycles hold the module: all that was made since is young
         if collects:
             gc.enable()

@@ -461,7 +461,8 @@ class AdamW(torch.optim.Optimizer):
         else:
             moments = {name: guard(record.view(plane), record)
                        for name, plane in stored.moment_planes(record).items()}
-            step = Late.of(weakref.WeakMethod(self._catch_up))
+            catch_up = weakref.WeakMethod(self._catch_up)
+            step = Late.of(lambda: (own := catch_up()) and own())
             there = self.state[p] = stored.StoreStates(record, {"step": step, **moments})
         if record.optimizer is not None and not keep:
             record.wait_used()

@@ -6,7 +6,6 @@ all states that it loads to its own.
 """
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -29,9 +28,9 @@ STEPS = 1 << 53                                               # more than this a
 # ---- numbers that are known when a step's gradients have landed ----
 
 class Late(Tensor):
-    """[] fp32: what is done with it waits until it is known. Either the norm of a step's gradients, which `find` gives,
-    once; or a count of steps, one of which counts until `find`, a method held weakly, has looked whether it was
-    skipped, and taken it back then."""
+    """[] fp32: what is done with it waits until it is known. Either the norm of a step's gradients, which `find` gives;
+    or a count of steps, one of which counts until `find`, which gives nothing, has taken it back where it was skipped.
+    """
 
     find: Callable[[], Any] | None
 
@@ -42,13 +41,8 @@ class Late(Tensor):
         return out
 
     def settle(self) -> None:
-        if isinstance(self.find, weakref.WeakMethod):
-            if (look := self.find()) is not None:
-                look()
-            return
-        find, self.find = self.find, None
-        if find is not None:
-            value = find()                   # reads gradients: their guards must be on
+        if self.find is not None and (value := self.find()) is not None:         # reads gradients by their guards
+            self.find = None
             with torch._C.DisableTorchFunctionSubclass():
                 self.fill_(value)
 

@@ -21,7 +21,7 @@ import numpy as np
 from ..base.errors import MegatrainError
 from ..base.limits import show_bytes, show_size
 from ..base.modes import FORMATS
-from ..figures.tables import as_text, bytes_table
+from ..figures.report import as_text, bytes_table
 from .machine import Machine
 from .search import Problem, solve
 from .shapes import Shape
@@ -167,17 +167,13 @@ class _Search:
         """Arguments of plan(), each of which alone fits, "vram" and "host" beyond the machine's too."""
         found = {name: need for name, need in zip(("vram", "host"), self.problem.needs[1:3]) if need is not None}
         wishes = self.wishes
-        for name in ASKED:
-            if getattr(wishes, name) is not None and self.fits({name: None}):
-                found[name] = None
+        for changes in self.sets(most=1):
+            if len(changes) == 1 and "nvme" not in changes and not found.keys() & changes.keys() and self.fits(changes):
+                found |= changes
         if found.get("micro", 0) is None:       # more than are asked for, the fewest first; fewer may need no sums
             counts = self.tried({"micro": None}).micro_counts
             found["micro"] = next(k for k in sorted(counts, key=lambda k: (k <= wishes.micro, abs(k - wishes.micro)))
                                   if self.fits({"micro": k}))
-        if self.keeps and wishes.micro in (None, 1) and self.fits({"grads": "none"}):
-            found["grads"] = "none"
-        if states := next((s for s in self.smaller if self.fits({"states": s})), None):
-            found["states"] = states
         sequences = wishes.tokens // wishes.seq
 
         def fits(seq: int) -> bool:
@@ -188,7 +184,7 @@ class _Search:
         # The least of a disk, over what may be chosen with one that has no end.
         tried = self.tried({"nvme": ENDLESS})
         spilled = np.array(tried.needs[0]).reshape(-1, len(tried.micro_counts))
-        filed = sum(tried.tally.disk(np.array([coded(row.homes) for row in tried.rows])).values())
+        filed = sum(tried.tally.disk(np.array([coded(homes) for homes, _ in tried.rows])).values())
         disk = np.reshape(filed, (-1, 1)) + spilled * wishes.fleet.gpus
         if least := min(disk[spilled >= 0], default=0):
             found["nvme"] = {"limit": int(least)}
@@ -213,14 +209,14 @@ class _Search:
             elif len(changes) < TOGETHER and (fewer := self.fewer(changes)):
                 yield changes | fewer
 
-    def sets(self) -> Iterator[dict[str, Any]]:
+    def sets(self, most: int = TOGETHER) -> Iterator[dict[str, Any]]:
         """Sets of one change, of two, of three: states, gradients, a disk, and what was asked for but need not be."""
         w = self.wishes
         grads = {"grads": "none"} | ({"micro": None} if w.micro not in (None, 1) else {})
         groups = [[{"states": s} for s in self.smaller], [grads] * self.keeps, [{"nvme": ENDLESS}],
                   *([{name: None}] for name in ASKED if getattr(w, name) is not None)]
         found: list[dict[str, Any]] = []
-        for n in range(1, TOGETHER + 1):
+        for n in range(1, most + 1):
             for some in itertools.combinations(groups, n):
                 for parts in itertools.product(*some):
                     changes = {name: value for part in parts for name, value in part.items()}

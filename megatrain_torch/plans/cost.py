@@ -207,8 +207,7 @@ class _Run:
             forward + attention + self.bytes_s(tokens * size * (6 * h + 2 * qkv + 1.5 * up - 2 * normed)),
             {mode: (gradients + again[mode]) * w.learns for mode in again},
             self.launch_s(ops["forward"] + more * PART_OPERATIONS["forward"]),
-            {mode: self.launch_s(back + ops.get(mode, 0)) for mode in again}, kept, work),
-            math.ceil(tokens * w.template.input))
+            {mode: self.launch_s(back + ops.get(mode, 0)) for mode in again}, kept, work))
 
     def fused_norm(self) -> Cost:
         """A norm that stands alone: reads and writes, and in backward reads two and writes one."""
@@ -289,7 +288,7 @@ class _Run:
         if w.writes:
             for by_mode in (cost.backward_s, cost.backward_host_s, cost.kept, cost.work):
                 del by_mode["replay"]
-        return _with_host(cost, 0) if w.kind == "layer" else cost
+        return _with_host(cost) if w.kind == "layer" else cost
 
     def eager_head(self) -> Cost:
         """The model's own head and loss: logits of all tokens exist at once, in fp32 too."""
@@ -313,17 +312,12 @@ class _Run:
                     {"saved": 2 * rows})
 
 
-def _with_host(cost: Cost, own: int) -> Cost:
-    """With what it has by keeping it in host memory or on disk. own: bytes of its input, which "attention+split"
-    leaves. While its backward runs, what it kept is on the device, and what the window before it kept comes back: as
-    much."""
+def _with_host(cost: Cost) -> Cost:
+    """With what it has by keeping it in host memory or on disk. While its backward runs, what it kept is on the device,
+    and what the window before it kept comes back: as much."""
     for name in (*HOST, *DISK):
-        mode = read(name)
-        if mode.keep in cost.kept:
-            stays = 0 if mode.input else min(own, cost.kept[mode.keep])
-            away = cost.kept[mode.keep] - stays
-            cost.backward_s[name] = cost.backward_s[mode.keep]
-            cost.backward_host_s[name] = cost.backward_host_s[mode.keep]
-            cost.kept[name], cost.away[name] = stays, away
-            cost.work[name] = cost.work[mode.keep] + 2 * away
+        if (keep := read(name).keep) in cost.kept:
+            away = cost.kept[keep]
+            cost.backward_s[name], cost.backward_host_s[name] = cost.backward_s[keep], cost.backward_host_s[keep]
+            cost.kept[name], cost.away[name], cost.work[name] = 0, away, cost.work[keep] + 2 * away
     return cost

@@ -1,18 +1,17 @@
 """Measures what this machine can do: the rates that plans are made with.
 
-`megatrain doctor` runs it: less than a minute with a GPU. Each rate is a median over repetitions that take a
-stated time, on random data, after a warm-up: cards slow down under load, and that is what a step meets.
+`megatrain doctor` runs it: about a minute with a GPU. Each rate is a median over repetitions that take a stated time,
+on random data, after a warm-up: cards slow down under load, and that is what a step meets.
 
 What GPUs of one machine have together and between each other is measured by a process for each, which runs this file
-as a program. They talk by torch.distributed, NCCL's or, on the CPU device, gloo's; each begins when all are ready, and
-the slowest counts: a step waits for it.
+as a program under torchrun. They talk by NCCL or, on the CPU device, by gloo; each begins when all are ready, and the
+slowest counts: a step waits for it.
 """
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import json
-import math
 import os
 import re
 import statistics
@@ -28,12 +27,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils.benchmark import Timer
 
 from .. import _core, ops
 from ..base.errors import MegatrainError
 from ..base.limits import cpus, device_taken, host_limits, resident_bytes
 from ..base.modes import FORMATS, LEAST_CAPABILITY, LOW_BYTES, moved_bytes
-from ..figures.tables import as_text
+from ..figures.report import as_text
 from ..fused.templates.attention import Attention
 from ..store.disk import Disk
 from .cards import MEASURED
@@ -70,34 +70,15 @@ CPU = Sizes((64, 256), (128, 512), (64, 128), (64, 256), 256, (4, 2, 32), 4 * MI
 TRAINING_BYTES = 750 << 20
 
 
-# ---- clocks --------------------------------------------------------------------------------------
-
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def timed(fn: Callable[[], Any], device: torch.device, least_s: float) -> float:
-    """Median seconds of a call, of as many as take least_s; on CUDA by events, so that the host runs ahead."""
-    fn()
-    synchronize(device)
-    began = time.perf_counter()
-    fn()
-    synchronize(device)
-    count = max(3, min(1000, math.ceil(least_s / max(time.perf_counter() - began, 1e-6))))
-    if device.type != "cuda":
-        clock = [time.perf_counter()]
-        for _ in range(count):
-            fn()
-            clock.append(time.perf_counter())
-        return statistics.median(b - a for a, b in itertools.pairwise(clock))
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        fn()
-        mark.record()
-    torch.cuda.synchronize(device)
-    return statistics.median([a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)])
+def timed(fn: Callable[[], Any], least_s: float) -> float:
+    """Median seconds of a call, over rounds of calls that take least_s together; a round ends when CUDA is done."""
+    timer = Timer("fn()", globals={"fn": fn}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=least_s).median
 
 
 # ---- arithmetic ----------------------------------------------------------------------------------
@@ -114,7 +95,7 @@ def product_tflops(tokens: int, fan_in: int, fan_out: int, device: torch.device,
         dy @ w
         dy.t() @ x
 
-    return 6.0 * tokens * fan_in * fan_out / timed(products, device, least_s) / 1e12
+    return 6.0 * tokens * fan_in * fan_out / timed(products, least_s) / 1e12
 
 
 def fp8_gain(tokens: int, width: int, device: torch.device, least_s: float) -> float:
@@ -134,7 +115,7 @@ def fp8_gain(tokens: int, width: int, device: torch.device, least_s: float) -> f
         ops.fp8_gemm_(dw, dyt, xt)
 
     try:
-        coded = 6.0 * tokens * fan_in * fan_out / timed(products, device, least_s) / 1e12
+        coded = 6.0 * tokens * fan_in * fan_out / timed(products, least_s) / 1e12
     except RuntimeError:                     # this cublasLt has no such product for this device
         return 0.0
     return coded / product_tflops(tokens, fan_in, fan_out, device, least_s)
@@ -148,8 +129,8 @@ def _attention_at(seq: int, sizes: Sizes, device: torch.device) -> tuple[int, fl
     q, k, v, dout = (torch.randn(batch, seq, h, d, device=device, dtype=dtype) for h in (hq, hk, hk, hq))
     attention = Attention(d ** -0.5, True)
     out, kept = attention.forward(q, k, v)
-    forward = timed(lambda: attention.forward(q, k, v), device, sizes.least_s)
-    backward = timed(lambda: attention.backward(dout, q, k, v, out, kept), device, sizes.least_s)
+    forward = timed(lambda: attention.forward(q, k, v), sizes.least_s)
+    backward = timed(lambda: attention.backward(dout, q, k, v, out, kept), sizes.least_s)
     backward = max(backward - (forward if kept is None else 0.0), forward / 10)
     flops = 2.0 * seq * hq * d * batch * seq
     return seq, flops / forward / 1e12, 2.5 * flops / backward / 1e12
@@ -159,7 +140,7 @@ def _stream_gbps(sizes: Sizes, device: torch.device) -> float:
     """GB/s of an elementwise kernel, read plus written."""
     a = torch.randn(sizes.stream_bytes // 4, device=device)
     b = torch.empty_like(a)
-    return 2 * sizes.stream_bytes / timed(lambda: torch.mul(a, 0.5, out=b), device, sizes.least_s) / 1e9
+    return 2 * sizes.stream_bytes / timed(lambda: torch.mul(a, 0.5, out=b), sizes.least_s) / 1e9
 
 
 def _launch_us(device: torch.device) -> float:
@@ -205,7 +186,7 @@ class Copies:
         here.wait_stream(self.side)
 
     def gbps(self, copy: Callable[[], None], least_s: float) -> float:
-        return self.nbytes / timed(copy, self.device, least_s) / 1e9
+        return self.nbytes / timed(copy, least_s) / 1e9
 
 
 def copy_rates(device: torch.device, nbytes: int, least_s: float) -> dict[str, float]:
@@ -287,7 +268,7 @@ def _device_adam(sizes: Sizes, device: torch.device) -> float:
     lo = torch.zeros(n, dtype=torch.int16, device=device)
     m, v = (torch.zeros(n, device=device) for _ in range(2))
     return n / 1e9 / timed(lambda: torch.ops.megatrain.adamw_(hi, lo, m, v, grad, 1e-5, 0.9, 0.999, 1e-8, 0.1, 1, 1.0),
-                           device, sizes.least_s)
+                           sizes.least_s)
 
 
 # ---- the whole -----------------------------------------------------------------------------------
@@ -316,8 +297,8 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
     counts = sorted({1, max(1, here // 2), max(1, here - 1)})
 
     def gparams(states: str, counts: list[int]) -> list[float]:
-        planes, here = Planes(sizes.parameters, "BF16", "BF16", states), torch.device("cpu")
-        return [planes.n / 1e9 / timed(lambda n=n: planes.update(n), here, sizes.least_s) for n in counts]
+        planes = Planes(sizes.parameters, "BF16", "BF16", states)
+        return [planes.n / 1e9 / timed(lambda n=n: planes.update(n), sizes.least_s) for n in counts]
 
     adam = tuple(zip(counts, gparams("fp32", counts)))
     adam8 = tuple((states, *gparams(states, counts[-1:])) for states in FORMATS[1:])
@@ -336,8 +317,8 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
         nbytes = min(sizes.disk_bytes, Disk(disk).room() // 4)
         found = _core.disk_measure(disk, nbytes, each=min(32 << 20, nbytes // 16 // 4096 * 4096))
         rates |= {f"disk_{way}_gbps": found[way] / 1e9 for way in ("read", "write", "both")}
-        rates["disk_tbw"] = 0.0                          # its rating is in no file; who knows it says disk_tbw=
-    # Not measured here: what follows from AdamW's rate, what several GPUs have, a drive that no `disk` named.
+    # What follows from AdamW's rate; what several GPUs have, until they are measured (the network stays); a drive that
+    # no `disk` named.
     origins = [("add_gparams", "assumed"), *((rate, "assumed") for rate in RATES[-5:]),
                *((rate, "published") for rate in RATES if rate.startswith("disk_") and disk is None)]
     versions = {"torch": torch.__version__, "cuda": str(torch.version.cuda), "megatrain_torch": _core.__version__}
@@ -390,30 +371,25 @@ TOGETHER = {"cuda": (448 << 20, 16384, 8192, 12, 20, 100_000_000), "cpu": (1 << 
 
 def measure_links(device: str, gpus: int) -> dict[str, float]:
     """Rates of several GPUs, or processes on the CPU, as Machine names them; refuses where one fails or hangs."""
-    with tempfile.TemporaryDirectory(prefix="megatrain-links-") as name:
-        folder, env = Path(name), os.environ | ({"GLOO_SOCKET_IFNAME": "lo"} if device == "cpu" else {})
-        command = [sys.executable, "-m", __name__, device, str(gpus), name]
-        children: list[subprocess.Popen[bytes]] = []
-        try:
-            for rank in range(gpus):
-                with (folder / f"{rank}.said").open("wb") as said:
-                    children.append(subprocess.Popen([*command, str(rank)], env=env, stdout=said, stderr=said))
-            until = time.monotonic() + LIMIT_S
-            while any(found := [child.poll() for child in children]) or None in found:
-                if failed := [rank for rank, status in enumerate(found) if status]:     # the others wait for it
-                    said = (folder / f"{failed[0]}.said").read_text(errors="replace").strip()
-                    error = re.split(r"^(?=\S*(?:Error|Exception)\b)", said, flags=re.MULTILINE)[-1]
-                    raise MegatrainError(f"links between GPUs: process {failed[0]} of {gpus} failed; --gpus 1 leaves "
-                                         f"them out. It said: {error[:LAST_WORDS]}")
-                if time.monotonic() > until:
-                    raise MegatrainError(f"links between GPUs: not measured within {LIMIT_S} s; --gpus 1 leaves them "
-                                         "out")
-                time.sleep(0.05)
-        finally:
-            for child in children:
-                child.kill()
-                child.wait()
-        return json.loads((folder / "rates.json").read_text())
+    threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // gpus))}       # torchrun's own would be one
+    with tempfile.TemporaryDirectory(prefix="megatrain-links-") as folder:
+        rates = Path(folder, "rates.json")
+        with subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}", "-m",
+                 __name__, device, str(rates)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                env=os.environ | threads | ({"GLOO_SOCKET_IFNAME": "lo"} if device == "cpu" else {})) as run:
+            try:
+                said, _ = run.communicate(timeout=LIMIT_S)
+            except subprocess.TimeoutExpired:
+                raise MegatrainError(f"links between GPUs: not measured within {LIMIT_S} s; --gpus 1 leaves them "
+                                     "out") from None
+            finally:
+                run.terminate()              # torchrun ends its processes
+        if run.returncode:
+            error = re.search(r"^(\[rank\d+\]: )?\S*(Error|Exception)\b.*", said, re.MULTILINE)
+            raise MegatrainError(f"links between GPUs: one of {gpus} processes failed; --gpus 1 leaves them out. It "
+                                 f"said: {(error[0] if error else said)[:LAST_WORDS]}")
+        return json.loads(rates.read_text())
 
 
 def linked(machine: Machine, rates: dict[str, float]) -> Machine:
@@ -436,16 +412,14 @@ def _communicators(device: torch.device, gpus: int, together: Callable[[], None]
     return max(before - torch.cuda.mem_get_info(device)[0], 0)
 
 
-def main(device_type: str, gpus: int, folder: Path, rank: int) -> None:
+def main(device_type: str, rates: Path) -> None:
     """One of the processes; the first writes what was found."""
     cuda, (nbytes, tokens, width, count, rounds, parameters) = device_type == "cuda", TOGETHER[device_type]
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=LIMIT_S))
+    rank, gpus = dist.get_rank(), dist.get_world_size()
     device = torch.device(device_type, rank) if cuda else torch.device(device_type)
     if cuda:
         torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(max(1, torch.get_num_threads() // gpus))
-    dist.init_process_group("nccl" if cuda else "gloo", init_method=f"file://{folder}/meet", rank=rank,
-                            world_size=gpus, timeout=timedelta(seconds=LIMIT_S))
 
     def together() -> None:
         synchronize(device)
@@ -487,7 +461,7 @@ def main(device_type: str, gpus: int, folder: Path, rank: int) -> None:
     planes, threads = Planes(parameters, "BF16", "BF16", shared=True), max(1, cpus() // gpus)
     update = seconds(lambda: planes.update(threads))
     if rank == 0:
-        (folder / "rates.json").write_text(json.dumps({
+        rates.write_text(json.dumps({
             "communicator_bytes": nccl, "shared_gparams": gpus * parameters / update / 1e9, "whole_gbps": whole,
             "host_gbps": 2 * both * gpus, "exchange_gbps": leaving / exchange / 1e9,
             "lost_gbps": min(leaving / max(lost, 1e-12) / 1e9, MOST_GBPS)}))
@@ -495,4 +469,4 @@ def main(device_type: str, gpus: int, folder: Path, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], Path(sys.argv[2]))

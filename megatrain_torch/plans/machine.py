@@ -27,7 +27,7 @@ from ..base.errors import MegatrainError
 from ..base.limits import host_limits, parse_bytes, show_bytes
 from ..base.modes import moved_bytes, through_up
 from ..base.strict import parsed, shown, table
-from ..figures.tables import as_text
+from ..figures.report import as_text
 from .cards import CALLED, CARDS, MEASURED
 
 TAKEN = 0.5                 # of what is copied beside AdamW, what that takes from it: 0.3 and 0.9 on two H200 machines
@@ -35,9 +35,9 @@ PIECEMEAL = 0.7             # of the bus, what updates that pass through the dev
                             # MiB and fetches take turns; 0.65 to 0.78 on two H200 machines
 WEIGHT = 2                  # bytes of a bf16 weight, as it is fetched
 CODES_A_THREAD = 0.75       # 10**9 parameters/s with moments of 8 bits, where arithmetic binds: a Zen 5 core has 1.0
-# Where a drive was not measured: this one at PCIe 4, by its data sheet (6.5 GB/s read, 3.5 written, one drive write a
-# day for five years); reads and writes together as if in turn.
-DRIVE_NAME, DRIVE = "Samsung PM9A3 of 1.92 TB", (6.5, 3.5, 4.5, 3504.0)
+# Where a drive was not measured: this one at PCIe 4, by its data sheet (6.5 GB/s read, 3.5 written); reads and writes
+# together as if in turn.
+DRIVE_NAME, DRIVE = "Samsung PM9A3 of 1.92 TB", (6.5, 3.5, 4.5)
 # Of two H200, an exchange of 0.23 GB holds up products beside it by 0.5 ms, every 13 ms, to 2.1 ms, every 39 ms,
 # whatever number of NCCL's blocks; steps of 2k tokens, of which exchanges are most, by 0.9 ms.
 LOST_GBPS = 250.0
@@ -77,7 +77,7 @@ class Machine:
         fp8_gain: products of codes of 8 bits are so many times as fast as gemm says, casts not counted; 0: it has none.
         launch_us: host time of one small torch operation.
         disk_read_gbps, disk_write_gbps: of a drive alone, past the page cache; disk_both_gbps: read plus written while
-            both run. disk_tbw: 10**12 bytes that the drive is rated to have written to it; 0: not known.
+            both run.
         shared_gparams: 10**9 parameters/s of AdamW by a machine's processes together, in the memory that they share;
             0: SHARED_ADAM of adam_gparams.
         whole_gbps: host to device, of each GPU while all of a machine fetch at once; 0: as alone, as far as the host's
@@ -113,7 +113,6 @@ class Machine:
     disk_read_gbps: float = DRIVE[0]
     disk_write_gbps: float = DRIVE[1]
     disk_both_gbps: float = DRIVE[2]
-    disk_tbw: float = DRIVE[3]
     beside_gparams: float = 0.0
     adam8_gparams: tuple[tuple[str, float], ...] = ()
     shared_gparams: float = 0.0
@@ -287,7 +286,7 @@ def _of_file(path: Path) -> Machine:
 
 _ASCENDING = ("attention", "adam_gparams")      # tables whose rows come in the order of their first number, all others
 _MAY_BE_EMPTY = ("adam8_gparams", "origins")
-_MAY_BE_ZERO = ("beside_gparams", "vram_overhead_bytes", "host_overhead_bytes", "disk_tbw", "whole_gbps", "host_gbps",
+_MAY_BE_ZERO = ("beside_gparams", "vram_overhead_bytes", "host_overhead_bytes", "whole_gbps", "host_gbps",
                 "exchange_gbps", "fp8_gain", "communicator_bytes", "shared_gparams")
 
 
@@ -299,28 +298,21 @@ def _fits(kind: Any, value: Any, zero: bool = False) -> bool:
         return good and (value > 0 or (zero and value == 0))
     if get_origin(kind) is not tuple:
         return type(value) is (get_origin(kind) or kind)
-    if not isinstance(value, (list, tuple)) or (parts[-1] is not ... and len(value) != len(parts)):
+    if type(value) is not tuple or (parts[-1] is not ... and len(value) != len(parts)):
         return False
     return all(map(_fits, itertools.repeat(parts[0]) if parts[-1] is ... else parts, value))
 
 
 def _from_dict(fields: dict[str, Any]) -> Machine:
-    fields = dict(fields)
+    machine = Machine(**{k: tuple(map(tuple, v)) if isinstance(v, list) else v for k, v in fields.items()})
     for name, kind in get_type_hints(Machine).items():
-        if name not in fields:
-            continue
-        value = fields[name]
+        value = getattr(machine, name)
         good = _fits(kind, value, name in _MAY_BE_ZERO) and (name != "device" or value in ("cuda", "cpu"))
-        if good and get_origin(kind) is tuple:
-            good = bool(value) or name in _MAY_BE_EMPTY
-            good = good and (name not in _ASCENDING or all(a[0] < b[0] for a, b in itertools.pairwise(value)))
-            fields[name] = tuple(map(tuple, value))
+        if good and isinstance(value, tuple):
+            good = (bool(value) or name in _MAY_BE_EMPTY) and (
+                name not in _ASCENDING or all(a[0] < b[0] for a, b in itertools.pairwise(value)))
         if not good:
             raise ValueError(f"{name}={shown(value)}")
-    machine = Machine(**fields)
-    points = [(n, w) for n, w, _ in machine.gemm]
-    if sorted(set(points)) != sorted(itertools.product({n for n, _ in points}, {w for _, w in points})):
-        raise ValueError("gemm is no full grid of tokens and widths")
     return machine
 
 
@@ -388,9 +380,9 @@ def described_gpu(gpu: str) -> str | None:
 
 RATES = ("gemm", "attention", "hbm_gbps", "h2d_gbps", "d2h_gbps", "both_gbps", "busy_gbps", "adam_gparams",
          "add_gparams", "device_adam_gparams", "launch_us", "fp8_gain", "disk_read_gbps", "disk_write_gbps",
-         "disk_both_gbps", "disk_tbw", "whole_gbps", "host_gbps", "exchange_gbps", "lost_gbps", "network_gbps")
+         "disk_both_gbps", "whole_gbps", "host_gbps", "exchange_gbps", "lost_gbps", "network_gbps")
 ON_SHEETS = ("gemm", "attention", "hbm_gbps", "h2d_gbps", "d2h_gbps", "both_gbps", "device_adam_gparams",
-             "disk_read_gbps", "disk_write_gbps", "disk_both_gbps", "disk_tbw", "exchange_gbps")
+             "disk_read_gbps", "disk_write_gbps", "disk_both_gbps", "exchange_gbps")
 
 
 MACHINES: dict[str, Machine] = {}
@@ -406,7 +398,7 @@ def describe(m: Machine) -> list[tuple[str, str, str]]:
     threads, adam = m.adam_gparams[-1]
     seq, fwd, bwd = m.attention[-1]
     disk = m.disk_read_gbps, m.disk_write_gbps, m.disk_both_gbps
-    drive = f"not measured: a {DRIVE_NAME}'s data sheet" if disk == DRIVE[:3] else m.origin("disk_read_gbps")
+    drive = f"not measured: a {DRIVE_NAME}'s data sheet" if disk == DRIVE else m.origin("disk_read_gbps")
     rows = [
         ("host memory as device memory" if m.one_memory else "device memory",
          f"{show_bytes(m.vram_bytes)}, {show_bytes(m.vram_overhead_bytes)} of it taken", ""),
@@ -435,8 +427,6 @@ def describe(m: Machine) -> list[tuple[str, str, str]]:
         ("between machines", f"{m.network_gbps:.4g} GB/s leave each", "stated: machine=\"...,network_gbps=GB/s\""),
         *([("NCCL's part of a GPU's memory", show_bytes(m.communicator_bytes), "")] if m.device == "cuda" else []),
         ("disk: read, write; together", "{:.4g}, {:.4g}; {:.4g} GB/s".format(*disk), drive),
-        ("disk: its rating", f"{m.disk_tbw:,.0f} TB written" if m.disk_tbw else "not known",
-         drive if m.disk_tbw == DRIVE[3] else ""),
     ]
     fields = {f.name for f in dataclasses.fields(Machine)}
     return [(what, figure, m.origin(where) if where in fields else where) for what, figure, where in rows]

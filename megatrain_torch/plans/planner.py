@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,11 +33,10 @@ from ..base.modes import (
     check_states,
     read,
 )
-from ..figures.report import LANES
-from ..figures.tables import Shown, Table, Tier, bytes_table, draw_tiers
-from ..store.disk import FROZEN, PADDING, SPILLED, YEAR_S, Disk
+from ..figures.report import LANES, Shown, Table, Tier, bytes_table, draw_tiers
+from ..store.disk import FROZEN, PADDING, SPILLED, Disk
 from .changes import refusal
-from .machine import DRIVE, DRIVE_NAME, Machine, resolve
+from .machine import Machine, resolve
 from .search import OVERHEAD, Choice, Problem, Timing, Wishes, solve
 from .shapes import Shape, shapes_of
 from .tally import LENT, Fleet, check_delivery, check_homes
@@ -125,13 +123,6 @@ class Plan(Shown):
         return self.disk_bytes - kept + (self.micro - 1) * self.disk.get(SPILLED, 0)
 
     @property
-    def disk_years(self) -> float:
-        """Until the drive's rating is written by steps like this, one after the other. Infinite where nothing is, nan
-        where the rating is not known."""
-        rated = (self.machine.disk_tbw or math.nan) * 1e12
-        return rated / self.disk_written * self.seconds / YEAR_S if self.disk else math.inf
-
-    @property
     def vram_bytes(self) -> int:
         """Bytes of device memory at a step's peak."""
         return sum(self.vram.values())
@@ -202,15 +193,7 @@ class Plan(Shown):
             if s or name in self.idle:
                 wait = f"{self.idle[name]:.3g} s" if self.idle.get(name) else ""
                 lanes.append((LANES.get(name, name), f"{s:.4g}", f"{s / self.seconds:.0%}", wait))
-        endurance = []
-        if self.disk:
-            rated = self.machine.disk_tbw
-            drive, lasts = (f"{rated:,.0f} TB written", f"{self.disk_years:.3g} years of such steps") if rated else \
-                ("not known", "with it: machine=\"...,disk_tbw=TERABYTES\"")
-            endurance = [("", [("endurance", "written", ""), ("in a step", f"{self.disk_written / 1e9:.3g} GB", ""),
-                               (f"the rating of a {DRIVE_NAME}" if rated == DRIVE[3] else "the drive's rating",
-                                drive, lasts)])]
-        return [self._placement(), *(bytes_table(*tier) for tier in self.tiers), *endurance, ("", lanes)]
+        return [self._placement(), *(bytes_table(*tier) for tier in self.tiers), ("", lanes)]
 
     def _placement(self) -> Table:
         """Neighbouring windows of which the same is chosen; only layers that differ by a number share a row."""
@@ -250,8 +233,8 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         micro: micro-batches of a step; None: as many as are best.
         homes: "ram", "vram", "arrive", "through" or, with nvme, "disk" or "disk+weights" for all units. Or a dict by
             name of unit, as in a plan. The rest is chosen for these. activations: "replay", "attention", "linked" (of
-            every second layer; of the others "attention"), "selective", "saved" or "attention+split", for all windows
-            that have it. With "+host" what is kept waits in host memory, with "+disk" and nvme in a file.
+            every second layer; of the others "attention"), "selective" or "saved", for all windows that have it. With
+            "+host" what is kept waits in host memory, with "+disk" and nvme in a file.
             slots: ring size. None: what is best.
         grads: "ram", or "none": gradients are kept nowhere, as mt.stream's plan has it; one micro-batch.
         states: how mt.AdamW keeps its states, as it takes them; mt.stream(plan=...) tells it.
@@ -284,9 +267,9 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     if compute == "auto" and products == "bf16":       # as mt.stream has it
         halves = all(w.itemsize == 2 for w in shape_with(states).windows)
         wishes = dataclasses.replace(wishes, fused=limits.device == "cuda" and halves)
-    problem, best, shape_with, experts = _best(shape_with, limits, wishes, experts)
+    problem, best, experts = _best(shape_with, limits, wishes, experts)
     if best is None:
-        raise refusal(problem, whole, shape_with)
+        raise refusal(problem, whole, functools.partial(shape_with, experts=experts))
     problem, best = _delivered(problem, *best, delivery)
     return _plan(problem, *best, nvme=disk, disk_room=wishes.nvme or 0, products=products, experts=experts,
                  assumed=not isinstance(model, nn.Module))
@@ -348,10 +331,10 @@ def _delivered(problem: Problem, choice: Choice, timing: Timing, asked: str | No
 
 WORTH_PIECES = 1.3          # by so much a few experts at a time must be faster: an H200 took 28 % more than the walk
                             # says, which fetches layers as a whole
-Found = tuple[Problem, tuple[Choice, Timing] | None, Callable[..., Shape], int]
 
 
-def _best(shape_with: Callable[..., Shape], limits: Machine, wishes: Wishes, experts: int | None) -> Found:
+def _best(shape_with: Callable[..., Shape], limits: Machine, wishes: Wishes, experts: int | None
+          ) -> tuple[Problem, tuple[Choice, Timing] | None, int]:
     """With a layer's experts fetched at once, or a few at a time where that takes clearly less time, or alone fits."""
     if experts is not None:
         check_count(experts, "experts", 0)
@@ -363,15 +346,13 @@ def _best(shape_with: Callable[..., Shape], limits: Machine, wishes: Wishes, exp
                              f"{'fused' if wishes.fused else 'eager'} layers; they have "
                              f"{', '.join(repr(mode) for mode in MODES if mode in had)}")
     problem, best = solve(problem)
-    if experts is not None or not shape.experts:
-        return problem, best, functools.partial(shape_with, experts=experts or 0), experts or 0
-    cut = shape_with(wishes.states, shape.experts)
-    if not any(u.fetched for u in cut.units):
-        return problem, best, shape_with, 0
-    other, found = solve(Problem(cut, limits, wishes))
-    if best is not None and (found is None or best[1].seconds <= found[1].seconds * WORTH_PIECES):
-        return problem, best, shape_with, 0
-    return other, found, functools.partial(shape_with, experts=shape.experts), shape.experts      # which needs less
+    pieces = shape.experts if experts is None else 0
+    cut = shape_with(wishes.states, pieces) if pieces else shape
+    if pieces and any(u.fetched for u in cut.units):
+        other, found = solve(Problem(cut, limits, wishes))
+        if best is None or (found is not None and best[1].seconds > found[1].seconds * WORTH_PIECES):
+            return other, found, pieces                  # where neither fits, what needs less
+    return problem, best, experts or 0
 
 
 def _plan(problem: Problem, choice: Choice, timing: Timing, **more: Any) -> Plan:
@@ -398,14 +379,11 @@ def _span(names: list[str]) -> str:
 
 def own_code(own: dict[str, str]) -> str:
     """Names of layers, and why their own code runs them, as text."""
-    def number(name: str) -> int:
-        return int((re.findall(r"\d+", name) or ["-2"])[-1])
+    at = itertools.count()
 
-    found: list[tuple[str, list[str]]] = []
-    for name, why in own.items():
-        if found and found[-1][0] == why and number(name) == number(found[-1][1][-1]) + 1:
-            found[-1][1].append(name)
-        else:
-            found.append((why, [name]))
-    more = f"; and {len(found) - 3} more" if len(found) > 4 else ""
-    return "; ".join(f"{_span(names)} ({why})" for why, names in (found[:3] if more else found)) + more
+    def run(name: str) -> tuple[str, int]:               # the same for layers that follow one another
+        return own[name], int((re.findall(r"\d+", name) or ["-2"])[-1]) - next(at)
+
+    runs = [list(names) for _, names in itertools.groupby(own, key=run)]
+    told, more = (runs[:3], f"; and {len(runs) - 3} more") if len(runs) > 4 else (runs, "")
+    return "; ".join(f"{_span(names)} ({own[names[0]]})" for names in told) + more

@@ -34,7 +34,7 @@ from ..base.limits import (
     without_margin,
 )
 from ..base.units import Group
-from ..figures.tables import as_text, bytes_table
+from ..figures.report import as_text, bytes_table
 from ..group.ranks import Ranks, as_one
 from ..store.disk import DISK_BUFFERS, file_bytes
 from ..store.tensorfiles import Mapped

@@ -42,7 +42,7 @@ EARLY = max(GUESTS + AHEAD + 1, STAY)   # windows whose activations may be alive
 # further micro-batch added to its fp32 sum, rounded and measured. Of several ranks the first has a sum in fp32 too.
 GATHERED = (6, 16)
 # What first layers may keep in host memory, and how many of them, in parts of all.
-ON_HOST = ("replay+host", "attention+split", "attention+host", "selective+host", "saved+host")
+ON_HOST = ("replay+host", "attention+host", "selective+host", "saved+host")
 PARTS = 8
 LONG_SEQ = 1 << 16          # tokens of a sequence from which attention is most of a layer
 OVERHEAD = "Python, torch, driver"          # of host memory: what is there besides planes
@@ -85,16 +85,6 @@ class Choice(NamedTuple):
     homes: tuple[str, ...]      # by unit
     ring: int                   # slots of a size
     modes: tuple[str, ...]      # by window, what it keeps of activations
-
-
-class Row(NamedTuple):
-    """Homes of all units, for one micro-batch or for several, with bytes that they take."""
-
-    homes: tuple[str, ...]
-    several: bool
-    planes: int                 # on the device, slots and activations left out
-    host: int                   # in host memory, activations left out
-    room: int                   # of a file, that they leave
 
 
 @dataclass(frozen=True)
@@ -206,10 +196,10 @@ class Problem:
     # ---- homes that may be chosen ----
 
     @functools.cached_property
-    def rows(self) -> list[Row]:
-        """In the order in which equals are preferred."""
+    def rows(self) -> list[tuple[tuple[str, ...], bool]]:
+        """(homes of all units, for several micro-batches or for one), in the order in which equals are preferred."""
         asked, several = self.wishes.homes, sorted({k > 1 for k in self.micro_counts})
-        found: list[tuple[tuple[str, ...], bool]] = []
+        found = []
         base = list(self._homes())
         codes = self._coded(base)
         lacks = [self._host(codes, 1 + some) - self.seen.host_bytes for some in several]
@@ -226,12 +216,7 @@ class Problem:
                     # Beside a disk the drive is what a step waits for, and states there are not in memory.
                     elif self.through_rate and set(DISKS).isdisjoint(there):
                         found.append((way, some))
-        codes, counts = self._coded(homes for homes, _ in found), np.array([1 + some for _, some in found])
-        planes = (codes == HOMES.index("through")).any(-1) * THROUGH_BYTES + self.machine.vram_overhead_bytes \
-            + self.exchange.buffers + sum(self.tally.at_home(codes, counts).values())
-        room = np.full(len(found), self.wishes.nvme or 0) - sum(self.tally.disk(codes).values())
-        return [Row(*way, *bytes_) for way, *bytes_ in zip(found, planes.tolist(), self._host(codes, counts).tolist(),
-                                                           (room // self.wishes.fleet.gpus).tolist())]
+        return found
 
     def _coded(self, homes: Iterable[Sequence[str]]) -> np.ndarray:
         """[choices, units], as Tally takes many."""
@@ -409,7 +394,7 @@ class Problem:
         if found is None:
             return None
         row, ring, micro, modes, walked = found
-        return Choice(self.micro_counts[micro], self.rows[row].homes, self.rings[ring],
+        return Choice(self.micro_counts[micro], self.rows[row][0], self.rings[ring],
                       tuple(MODES[i] for i in modes)), Timing.of(walked, not self.wishes.fleet.alone)
 
     def time(self, choice: Choice, than: float = math.inf) -> Timing | None:
@@ -432,7 +417,7 @@ class Problem:
         count = self.micro_counts[micro]
         modes = tuple(MODES[i] for i in self.tracks(count)[0][0])
         return (array("q", spilled), *(n if n >= 0 else None for n in (vram, host)),
-                Choice(count, self.rows[row].homes, self.rings[ring], modes))
+                Choice(count, self.rows[row][0], self.rings[ring], modes))
 
     def _memory_s(self, codes: np.ndarray, micro: int) -> np.ndarray:
         updated = (self._of_units("trained") * ~np.isin(codes, coded(SETTLED))).sum(-1)
@@ -443,14 +428,16 @@ class Problem:
     @functools.cached_property
     def arrays(self) -> SimpleNamespace:
         """The fields of mt_search, by their names in csrc/walk/search.h."""
-        rows, counts = self.rows, self.micro_counts
-        codes = self._coded(row.homes for row in rows)
+        counts, codes = self.micro_counts, self._coded(homes for homes, _ in self.rows)
+        several = np.array([some for _, some in self.rows], dtype=np.int64)
+        planes = (codes == HOMES.index("through")).any(-1) * THROUGH_BYTES + self.machine.vram_overhead_bytes \
+            + self.exchange.buffers + sum(self.tally.at_home(codes, 1 + several).values())
+        room = np.full(len(codes), self.wishes.nvme or 0) - sum(self.tally.disk(codes).values())
         return SimpleNamespace(
             **self._unit_arrays(), **self._window_arrays(), micro=array("q", counts),
             cached=array("q", map(self.cache_bytes, counts)), rings=array("q", self.rings), homes=codes.tobytes(),
-            memory_s=np.stack([self._memory_s(codes, k) for k in counts], 1).ravel(),
-            **{name: array("q", [getattr(row, name) for row in rows])
-               for name in ("several", "planes", "host", "room")})
+            memory_s=np.stack([self._memory_s(codes, k) for k in counts], 1).ravel(), several=several, planes=planes,
+            host=self._host(codes, 1 + several), room=room // self.wishes.fleet.gpus)
 
     def _of_units(self, name: str) -> np.ndarray:
         """[units] of a Unit's attribute."""

@@ -25,7 +25,7 @@ from .. import _core
 from ..base.errors import MegatrainError
 from ..base.modes import DELIVERIES, DISKS, HOMES, moved_bytes
 from ..base.units import ALIGN, Group
-from ..figures.tables import Tier
+from ..figures.report import Tier
 from ..group import between
 from ..store import disk
 from .cost import OFFLOAD_DEPTH, STAGINGS

@@ -1,4 +1,4 @@
-"""States, weights and activations on disk: which directory, how many bytes of it, and how long the drive lasts.
+"""States, weights and activations on disk: which directory, and how many bytes of it.
 
 `mt.stream(model, nvme="/scratch")` keeps masters and moments of units at home on "disk" in one scratch file there, and
 weights of those at home on "disk+weights" (csrc/core/disk.h), and what windows with "+disk" keep in another
@@ -29,7 +29,6 @@ FROZEN = "weights that are not trained"                # read, and never written
 PADDING = "between, at most"                           # these bytes in a plan's table
 DISK_BUFFERS = "buffers of the disk"                   # MEMORY_BYTES and FEED_BYTES there
 SPILLED = "activations"                                # there too: of windows that keep what they keep on disk
-YEAR_S = 365.25 * 24 * 3600
 
 
 @dataclass(frozen=True)

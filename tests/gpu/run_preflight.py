@@ -119,16 +119,6 @@ def no_engine(*_: Any) -> None:
     raise AssertionError("mt.stream has begun to allocate")
 
 
-def grown(reaches: int) -> Callable[[str], None]:
-    """A machine that says it has little, in a group that may have much, and gives `reaches` when touched."""
-    def make(_: str) -> None:
-        found = HostLimits((Bound("the machine", 2 * MIB, MIB, "", False), Bound("a group", 1 << 40, 1 << 40, "")),
-                           grows="it does")
-        room_module.host_limits = lambda: found
-        limits.touch = lambda n: min(n, reaches)
-    return make
-
-
 def rlimit(which: int, field: str, more: int) -> Callable[[str], None]:
     """The kernel's own: `more` bytes than the process has now."""
     def make(_: str) -> None:
@@ -183,8 +173,6 @@ def cases(device: str) -> dict[str, Case]:
         "weights,host=": Case(True, {"host": whole}, before=loading(1)),
         "states": Case(True, {}, before=said(with_margin(STEP))),
         "states-1": Case(False, {}, before=said(with_margin(STEP) - 1)),
-        "grows": Case(True, {}, before=grown(with_margin(STEP))),
-        "grows,not_enough": Case(False, {}, before=grown(with_margin(STEP) - 1)),
         "cgroup_files": Case(True, {}, before=written(with_margin(STEP) + 10**9, 10**9)),
         "cgroup_files-1": Case(False, {}, before=written(with_margin(STEP) + 10**9, 10**9 + 1)),
         "ulimit_-n": Case(False, {}, before=files),

@@ -1,6 +1,8 @@
-"""On CUDA: the scripts of this folder, waits that are left out, and units at home in each place."""
+"""On CUDA: the scripts of this folder, waits that are left out, units at home in each place, engines that own portions,
+recurrent layers, and what `megatrain doctor` measures between GPUs."""
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import json
@@ -12,10 +14,15 @@ import edges
 import pytest
 import torch
 from edges import Scenario
+from owners import HOMES, assert_bits_of_one, change_gradients, gathered, train
 from parity import EDGES
+from torch import Tensor, nn
 
+import megatrain_torch as mt
 from megatrain_torch import _core
 from megatrain_torch.base.modes import FORMATS
+from megatrain_torch.plans import doctor
+from megatrain_torch.plans.machine import MACHINES
 
 HERE = Path(__file__).parent
 
@@ -102,11 +109,8 @@ def test_at_each_edge_of_memory_a_model_trains_or_is_refused() -> None:
     assert all(row["ok"] for row in lines("run_preflight.py"))
 
 
-def test_trainer_generate_and_lora_agree_with_plain_torch() -> None:
-    assert all(row["ok"] for row in lines("run_trainer.py"))
-
-
 def test_trainer_and_lora_agree_with_plain_torch_in_bf16() -> None:
+    """In fp32, and what `generate` gives: situations, above."""
     assert all(row["ok"] for row in lines("../run_dropin.py", "--only", "trainer", "lora"))
 
 
@@ -189,3 +193,66 @@ def test_where_units_live_and_are_updated_changes_no_bit(micros: int) -> None:
     for home in ("device", "through"):
         other = train_units(home, micros)
         assert not [name for name, value in host.items() if not torch.equal(value, other[name])], home
+
+
+@pytest.mark.parametrize("states", _core.STATES)
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_owners_together_have_the_bits_of_one(tmp_path: Path, ranks: int, home: str, states: str) -> None:
+    """On one GPU, as tests/test_owners.py: whole gradients, micro-batches and what the user changed; clipped."""
+    with gathered(tmp_path) as make:
+        whole, owners = make(ranks, home=home, states=states, device="cuda")
+        for step, micros in enumerate((1, 2, 3)):
+            train(whole, owners, step, micros)
+            if step == 1:
+                change_gradients([whole, *owners])
+            tickets = [party.step(0.5, changed=step == 1) for party in (whole, *owners)]
+            assert len({p.engine.norm(ticket) for p, ticket in zip((whole, *owners), tickets)}) == 1
+            assert_bits_of_one(whole, owners)
+
+
+class Reader(nn.Module):
+    """Recurrent layers put their weights into one buffer for cuDNN, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.rnn = nn.Embedding(64, 32), nn.LSTM(32, 32, num_layers=2, batch_first=True)
+        self.attend, self.out = nn.MultiheadAttention(32, 4, batch_first=True), nn.Linear(32, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.rnn(self.embed(ids))[0]
+        return self.out(x + self.attend(x, x, x, need_weights=False)[0])
+
+
+@pytest.mark.parametrize("activations", ["saved", "replay"])
+def test_weights_that_change_between_evaluations_are_read(activations: str) -> None:
+    torch.manual_seed(0)
+    plain = Reader()
+    model = mt.stream(copy.deepcopy(plain), device="cuda", plan={"activations": activations})
+    plain = plain.cuda()
+    ids = torch.randint(0, 64, (4, 16), device="cuda")
+    opts = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (plain, model)]
+    for _ in range(3):
+        with torch.no_grad():
+            want, found = plain.eval()(ids), model.eval()(ids)
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)      # bits, but for the order of a sum
+        for m, opt in zip((plain, model), opts):
+            m.train()(ids).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+    for m in (plain, model):
+        m.load_state_dict({n: t + 0.1 for n, t in plain.state_dict().items()} if m is plain else plain.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(ids), plain.eval()(ids), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_fetch_at_once_and_exchange() -> None:
+    """Two links to the host carry most of what one does, where the host's memory reaches. An exchange holds up what
+    is computed by no more than some times what it takes by itself."""
+    device = torch.device("cuda")
+    alone = doctor.copy_rates(device, doctor.CUDA.copy_bytes, doctor.CUDA.least_s)
+    found = doctor.measure_links("cuda", 2)
+    assert 0.4 * alone["h2d_gbps"] < found["whole_gbps"] < 1.1 * alone["h2d_gbps"]
+    assert found["exchange_gbps"] > 0.1 * found["whole_gbps"] and found["lost_gbps"] > 0.1 * found["exchange_gbps"]
+    assert doctor.linked(MACHINES["h200-128g"], found).exchange_gbps == float(f"{found['exchange_gbps']:.4g}")

@@ -1,8 +1,8 @@
 """Proves that a module computes what its template stands for, for every input that it can get (docs/design.md).
 
 The module's code is read by torch._dynamo (graph/reader.py): its graph, and what that depends on. `prove` runs the
-graph on fake tensors, forward and backward, with a prime for each size. It puts the template's meaning together from
-forms, and compares numbers (values.py). What it finds holds for as long as the reading's guards do.
+graph on fake tensors, with a prime for each size. It puts the template's meaning together from forms, and compares
+numbers (values.py). What it finds holds for as long as the reading's guards do.
 """
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.nn import functional as F
 
 from ... import ops
@@ -28,7 +29,7 @@ from ..templates.decoder import Embedding, LoneNorm
 from ..templates.moe import Facts
 from ..templates.parts import Linears, Norm, Unfit, roles_of
 from .experts import expert_rows, experts_down, opaque_ops
-from .values import Functions, Values, operands, repeated
+from .values import Values, attention, linear, operands, repeated
 
 TELLER = logging.getLogger("torch._subclasses.fake_tensor")
 
@@ -74,14 +75,11 @@ def _pair_turned(x: Tensor) -> Tensor:
     return torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, turn: Callable[[Tensor], Tensor], part: bool | None = None) -> Tensor:
-    """part: only the first R of D numbers are rotated, the rest is passed; None: where R is not D."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    r = cos.shape[-1]
-    part = r != x.shape[-1] if part is None else part
-    first = x[..., :r] if part else x
-    y = (first * cos + turn(first) * sin).to(x.dtype)
-    return torch.cat((y, x[..., r:]), -1) if part else y
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, turn: Callable[[Tensor], Tensor]) -> Tensor:
+    """The first R of D numbers are rotated, the rest, if there is any, is passed."""
+    cos, sin, r = cos.unsqueeze(1), sin.unsqueeze(1), cos.shape[-1]
+    first = x[..., :r]
+    return torch.cat(((first * cos + turn(first) * sin).to(x.dtype), x[..., r:]), -1)
 
 
 def _first_half(t: Tensor) -> Tensor:
@@ -113,10 +111,9 @@ def _apart(a: Tensor, b: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 _HALVES, _PAIRS, _FIRST = Rotary(), Rotary(interleaved=True), Rotary(interleaved=True, first=True)
 ROTARIES: list[tuple[Rotary, Callable[[Tensor, Tensor, Tensor], Tensor]]] = [
     (_HALVES, lambda x, cos, sin: _turned(x, cos, sin, _half_turned)),
-    (_HALVES, lambda x, cos, sin: _turned(x, cos, sin, _half_turned, True)),
     (_HALVES, lambda x, cos, sin: _turned(x.float(), cos.float(), sin.float(), _half_turned).to(x.dtype)),
     (_PAIRS, lambda x, cos, sin: _turned(x, cos, sin, _pair_turned)),
-    (_PAIRS, lambda x, cos, sin: _turned(x.float(), cos, sin, _pair_turned, False).to(x.dtype)),
+    (_PAIRS, lambda x, cos, sin: _turned(x.float(), cos, sin, _pair_turned).to(x.dtype)),
     (_FIRST, _first_pairs),
     (_FIRST, _first_pairs_wide),
     (Rotary(short=True), lambda x, cos, sin: _apart(*torch.chunk(x, 2, dim=-1), cos, sin)),
@@ -135,9 +132,9 @@ def _logits(q: Tensor, k: Tensor, mask: Tensor | None, scale: float, cap: float 
     return w if mask is None else w + mask
 
 
-def spelled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float = 0.0) -> Tensor:
-    w = F.softmax(_logits(q, k, mask, scale, cap), dim=-1, dtype=torch.float32).to(q.dtype)
-    return torch.matmul(w, repeated(v, q.shape[1] // v.shape[1]))
+def spelled(logits: Tensor, v: Tensor) -> Tensor:
+    w = F.softmax(logits, dim=-1, dtype=torch.float32).to(v.dtype)
+    return torch.matmul(w, repeated(v, w.shape[1] // v.shape[1]))
 
 
 def with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor) -> Tensor:
@@ -150,8 +147,9 @@ def with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: floa
 
 def with_sinks_behind(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor) -> Tensor:
     """The same by the share of a row that its sink leaves: sigmoid(lse - sink)."""
-    share = (torch.logsumexp(_logits(q, k, mask, scale), dim=-1) - sinks.view(1, -1, 1)).to(torch.float32).sigmoid()
-    out = spelled(q, k, v, mask, scale)
+    logits = _logits(q, k, mask, scale)
+    share = (torch.logsumexp(logits, dim=-1) - sinks.view(1, -1, 1)).to(torch.float32).sigmoid()
+    out = spelled(logits, v)
     return out * share.unsqueeze(-1).to(out.dtype)
 
 
@@ -197,11 +195,14 @@ class Proof(torch.fx.Interpreter):
         self._named, self._atoms = named, {}
         self._fakes = {id(t): graph.inputs[name][1] for name, t in graph.real.items() if isinstance(t, Tensor)}
         self._sizes = _sizes(graph)
-        self.values.symbols = {str(n): str(s) for s, n in self._sizes.items() if n in _PRIMES}
+        self.values.symbols = {str(n): str(s) for s, n in self._sizes.items()}
+        opaque = (F.linear, linear), (F.scaled_dot_product_attention, attention), *zip(
+            opaque_ops(), (expert_rows, experts_down))
+        self._opaque = {target: partial(run, self.values) for target, run in opaque}
 
     def size(self, n: Any) -> Any:
         """A number that the graph is given, with a prime for each of its symbols."""
-        return int(n.node.expr.xreplace(self._sizes)) if self._sizes and isinstance(n, torch.SymInt) else n
+        return int(n.node.expr.xreplace(self._sizes)) if isinstance(n, torch.SymInt) else n
 
     def atom(self, real: Tensor) -> Tensor:
         """The fake tensor that stands for a weight, an input or a buffer."""
@@ -209,32 +210,20 @@ class Proof(torch.fx.Interpreter):
             like, (name, _) = self._fakes.get(id(real), real), self._named.get(id(real), ("a tensor of its own", real))
             with self.read.fake:
                 t = torch.empty(tuple(map(self.size, like.shape)), dtype=like.dtype, device=like.device)
-            self.values.atom(name, t)
-            wants = real.requires_grad or (name == "input" and t.is_floating_point())
-            self._atoms[id(real)] = t.requires_grad_() if wants else t
+            learns = real.requires_grad or (name == "input" and t.is_floating_point())
+            self._atoms[id(real)] = self.values.atom(name, t, learns)
         return self._atoms[id(real)]
 
-    def numbers(self, run: Callable[[], Tensor], leaves: Sequence[Tensor]) -> list[int | None]:
-        """Of what `run` gives, of the gradient of each leaf for a fixed gradient of that, and of what a cache was
-        given."""
+    def numbers(self, run: Callable[[], Tensor]) -> list[int]:
+        """Of what `run` gives, and of what a cache was given."""
         self.gathered.clear()
         device = next((t.device.type for t in self._fakes.values()), "cpu")
-        # One thread: of fake CUDA tensors' backward a thread of autograd's would ask the symbols, with no frame of
-        # Python's above it, which torch's guards (2.11) need to say where they were made.
-        with torch.enable_grad(), torch.autocast(device, enabled=False), self.read.fake, self.values, \
-                Functions(self.values), torch.autograd.set_multithreading_enabled(False):
-            y = run()
-            with torch.no_grad():
-                dy = torch.empty_like(y)
-            shape = tuple(map(str, y.shape))
-            self.values.put(dy, self.values.number(("atom", "dy", str(y.dtype), shape), shape))
-            grads: Any = [None] * len(leaves)
-            if y.requires_grad:
-                grads = torch.autograd.grad(y, leaves, dy, allow_unused=True)
-            return [self.values.of(y), *(None if g is None else self.values.of(g) for g in grads), *self.gathered]
+        with torch.enable_grad(), torch.autocast(device, enabled=False), self.read.fake, self.values:
+            return [self.values.of(run()), *self.gathered]
 
-    def gather(self, *tensors: Tensor) -> None:
+    def gather(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         self.gathered += map(self.values.of, tensors)
+        return tensors
 
     def choose(self, what: str, candidates: Iterable[Any], run: Callable[[Any], Any]) -> tuple[Any, Any]:
         """The first candidate of which `run` gives what the module's own code has too, and that; else Unfit."""
@@ -250,20 +239,20 @@ class Proof(torch.fx.Interpreter):
                 return candidate, out
         raise Unfit(f"{what}: {self.difference()}")
 
-    def difference(self, ours: Sequence[int | None] = (), theirs: Sequence[int | None] | None = None) -> str:
+    def difference(self, ours: Sequence[int] = (), theirs: Sequence[int] | None = None) -> str:
         """What the module computes and no form has made, tried ones among them: the first such expression."""
         every = set(range(self.known)) if theirs is None else self._within(theirs)
         strange = sorted(n for n in every - self.values.made - self._within(ours)
                          if self.values.keys[n][0] not in ("atom", "empty", "new_empty"))
         if strange:
-            where = self.values.places.get(strange[0], "")
+            where = self.values.places[strange[0]]
             return f"no template has its {self.values.told(strange[0])}" + (f" ({where})" if where else "")
         missing = sorted(self._within(ours) - every)
         return f"it lacks the template's {self.values.told(missing[0])}" if missing else "its gradients differ"
 
-    def _within(self, numbers: Sequence[int | None]) -> set[int]:
+    def _within(self, numbers: Sequence[int]) -> set[int]:
         found: set[int] = set()
-        todo = [n for n in numbers if n is not None]
+        todo = list(numbers)
         while todo:
             n = todo.pop()
             if n not in found:
@@ -284,11 +273,16 @@ class Proof(torch.fx.Interpreter):
         return super().run_node(node)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if (run := self._opaque.get(target)) is not None:
+            return run(*args, **kwargs)
         if target is cached():
-            self.gather(*args)
-            return args
-        run = dict(zip(opaque_ops(), (expert_rows, experts_down))).get(target)
-        return super().call_function(target, args, kwargs) if run is None else run(self.values, *args, **kwargs)
+            return self.gather(*args)
+        if not _shows_its_gradient(target):
+            raise Unfit(f"it calls {getattr(target, '__name__', target)}, whose gradient may be anything")
+        return super().call_function(target, args, kwargs)
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        raise Unfit(f"it calls {target}, into which dynamo did not look")
 
     # ---- what a template means ----
 
@@ -330,11 +324,11 @@ class Proof(torch.fx.Interpreter):
     def _linear(self, linears: Linears, x: Tensor, number: int = 0) -> Tensor:
         """One of those that stand side by side, with what its adapters add."""
         weight, biases = linears.weights[number], linears.biases
-        y = F.linear(x, self.w[weight], self.w[biases[number]] if biases else None)
+        y = linear(self.values, x, self.w[weight], self.w[biases[number]] if biases else None)
         dtype = y.dtype
         for adapter in linears.adapters.get(weight, ()):
             a, b = self.w[adapter.a], self.w[adapter.b]
-            more = F.linear(F.linear(x.to(a.dtype), a), b) * adapter.scale
+            more = linear(self.values, linear(self.values, x.to(a.dtype), a), b) * adapter.scale
             y = y + (more.to(y.dtype) if adapter.rounds else more)
         return y.to(dtype)
 
@@ -348,13 +342,12 @@ class Proof(torch.fx.Interpreter):
         a, mask = self.a, self.mask
         q, k, v = (self._latent_heads if a.latent else self._own_heads)(x)
         if a.kind == "sdpa":
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=a.scale, enable_gqa=True,
-                                                 is_causal=a.causal and mask is None)
+            out = attention(self.values, q, k, v, mask, 0.0, a.causal and mask is None, a.scale, enable_gqa=True)
         elif a.sinks:
             out = self.choose("attention with sinks", (with_sinks, with_sinks_behind),
                               lambda form: form(q, k, v, mask, a.scale, self.w[a.sinks]))[1]
         else:
-            out = spelled(q, k, v, mask, a.scale, a.cap)
+            out = spelled(_logits(q, k, mask, a.scale, a.cap), v)
         return out.transpose(1, 2).reshape(*x.shape[:-1], a.o.inputs)
 
     def _own_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -437,7 +430,8 @@ class Proof(torch.fx.Interpreter):
         r, choose = self.mlp.router, partial(self.choose, "its router")
         read = [b, self.w[r.weight], *([self.w[r.bias]] if r.bias else [])]
         # In fp32, which a router's fp32 weights make of a 16-bit layer's input too, as some families have them.
-        wide, logits = choose((True, False), lambda wide: F.linear(*(t.float() if wide else t for t in read)))
+        wide, logits = choose((True, False),
+                              lambda wide: linear(self.values, *(t.float() if wide else t for t in read)))
         (kind, _), found = choose((
             ("sigmoid", lambda: logits.float().sigmoid()),
             ("softmax", lambda: F.softmax(logits.float(), dim=-1)),
@@ -477,45 +471,38 @@ class Proof(torch.fx.Interpreter):
 
 
 def _sizes(graph: Graph) -> dict[Any, Any]:
-    """A prime for each symbol of the graph's sizes, in the order of the sizes that were read; {}: none that will do.
+    """A prime for each symbol of the graph's sizes, in the order of the sizes that were read; Unfit: none will do.
 
     Large primes tell sizes apart in products and sums as symbols do, and a run on them takes a sixth of the time. What
     dynamo found to hold of the symbols has to hold of the primes, so that no size takes another way than was read. Code
-    that computes with sizes in other ways needs symbols: S // 10^6 is 0 for a prime, and one less than it is a number.
+    that computes with sizes in other ways is refused: S // 10^6 is 0 for a prime, and one less than it is a number.
     """
     env, code = graph.fake.shape_env, graph.module.code
-    symbols: dict[Any, int] = {}
-    used: set[Any] = set()
-    for _, value in graph.inputs.values():
-        for n in value.shape if isinstance(value, Tensor) else (value,):
-            if isinstance(n, torch.SymInt):
-                used |= n.node.expr.free_symbols
-                if n.node.expr.is_Symbol:
-                    symbols[n.node.expr] = n.node.hint           # asks for no guard, as int(n) would
-    # The width of angles, of which code takes a half: broadcasting has found that twice the half is a number.
-    pinned = {n: sympy.Integer(symbols.pop(n)) for guard in env.guards
-              if (n := _pinned(env.replace(guard.expr))) in symbols}
+    read = [n.node for _, value in graph.inputs.values()
+            for n in (value.shape if isinstance(value, Tensor) else (value,)) if isinstance(n, torch.SymInt)]
+    symbols = {n.expr: n.hint for n in read if n.expr.is_Symbol}     # asks for no guard, as int(n) would
     for node in graph.module.graph.nodes:
         value = node.meta.get("example_value")
-        if (isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
-                and node.op not in ("placeholder", "output") and node.target not in _EXACT
-                and not value.node.expr.free_symbols <= pinned.keys()):
-            return {}
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and value.node.expr.free_symbols \
+                and node.op not in ("placeholder", "output") and node.target not in _EXACT:
+            raise Unfit(f"it computes with its sizes: {node.target}")
     primes = dict(zip(sorted(symbols, key=lambda s: (symbols[s], str(s))), _PRIMES))
-    sizes = primes | pinned
-    return sizes if (
-        sizes.keys() == used and not any(str(p) in code for p in primes.values())
-        and all(p in env.var_to_range[s] for s, p in primes.items())
-        and all(env.replace(guard.expr).xreplace(sizes) == sympy.true for guard in env.guards)) else {}
+    if not all(n.expr.free_symbols <= primes.keys() for n in read) or any(str(p) in code for p in primes.values()) \
+            or not all(p in env.var_to_range[s] for s, p in primes.items()) \
+            or not all(env.replace(guard.expr).xreplace(primes) == sympy.true for guard in env.guards):
+        raise Unfit("it asks more of its sizes than primes have")
+    return primes
 
 
-def _pinned(guard: Any) -> Any:
-    """The symbol of which the guard says what it is, but for whether it is odd; else None."""
-    parts = [*sympy.preorder_traversal(guard)]
-    symbols = [p for p in parts if p.is_Symbol]
-    plain = all(p.is_Symbol or p.is_Integer or type(p).__name__ in ("Add", "Mul", "CleanDiv")
-                or (type(p).__name__ == "FloorDiv" and p.args[1] == 2) for p in parts[1:])
-    return symbols[0] if isinstance(guard, sympy.Eq) and len(symbols) == 1 and plain else None
+def _shows_its_gradient(target: Any) -> bool:
+    """Is it a function of torch's or Python's that has the gradient of the operations that it runs? Others may have a
+    backward of their own: torch.autograd.Function (dynamo's trampoline, or a higher-order operator), a library's."""
+    if isinstance(target, OpOverload | OpOverloadPacket):
+        return str(target).startswith("aten.")
+    home = getattr(target, "__module__", None) or "torch"
+    return (home.partition(".")[0] in ("torch", "_operator", "builtins", "math") and target is not setattr
+            and not isinstance(target, HigherOrderOperator) and not home.startswith("torch._dynamo")
+            and "autograd" not in home)
 
 
 _EXACT = ("size", "numel", getattr, operator.getitem, operator.mul)
@@ -539,6 +526,8 @@ def prove(graph: Graph | None, template: Template, module: nn.Module, weights: d
         for i, t in enumerate(value if isinstance(value, tuple | list) else (value,)):
             if isinstance(t, Tensor):
                 named[id(t)] = (f"{name}[{i}]" if isinstance(value, tuple | list) else name), t
+                if t.requires_grad:
+                    raise Unfit(f"its argument {named[id(t)][0]} needs a gradient, which no template gives")
     named[id(x)] = "input", x
     proof = Proof(graph, named)
 
@@ -549,10 +538,9 @@ def prove(graph: Graph | None, template: Template, module: nn.Module, weights: d
         return out[0]
 
     try:
-        leaves = [a for t in (x, *weights.values()) if (a := proof.atom(t)).requires_grad]
-        right = proof.numbers(theirs, leaves)
+        right = proof.numbers(theirs)
         proof.known, proof.values.made = len(proof.values.keys), set()
-        ours = proof.numbers(lambda: proof.meaning(template, module, weights, x, kwargs), leaves)
+        ours = proof.numbers(lambda: proof.meaning(template, module, weights, x, kwargs))
         if ours != right:
             raise Unfit(proof.difference(ours, right))
     except Unfit:
@@ -560,6 +548,4 @@ def prove(graph: Graph | None, template: Template, module: nn.Module, weights: d
     except Exception as error:               # whatever cannot be run on fake tensors is not proved
         text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         raise Unfit(f"its code cannot be followed: {text[:300]}") from error
-    finally:
-        proof.values.forget()
     return template.settings

@@ -1,40 +1,39 @@
 """What a computation gives, as numbers: equal expressions have equal numbers.
 
-A module's own forward, and its backward, run on fake tensors, whose sizes are primes. Every tensor that an operation
-gives has the number of its expression: the operation, the numbers of what it reads, its constants to the bit, its
-sizes. Two computations that give equal numbers are the same computation, for every input and every size; no graph is
-matched.
+A module's own forward runs on fake tensors, whose sizes are primes (prove.py). Every tensor that an operation gives has
+the number of its expression: the operation, the numbers of what it reads, its constants to the bit, its sizes, and what
+of it no gradient goes through. Two computations that give equal numbers are the same computation, for every input and
+every size; no graph is matched. Their gradients are the same too: autograd makes them of these operations alone.
 
 Expressions have a normal form, which is small: copies, detached and contiguous tensors are what they are copies of;
 chains of views are one view, of permutations one; sums and products have no order, since rounding is no part of the
 claim; a tensor that was written in place has a new number, and one of which columns were written is what it was with
 these columns in it.
 
-Three functions are opaque: F.linear, F.scaled_dot_product_attention, and whatever a caller names (experts). They and
-their gradients are one expression each, so that nothing depends on which kernel a machine has.
+A tensor that has a gradient has two numbers: that of its expression, and that of the same without a gradient anywhere,
+which is what a detached tensor, an index, and all that is computed under no_grad() has or is made of.
+
+Three functions are opaque: F.linear, F.scaled_dot_product_attention, and whatever a caller names (experts). They are
+one expression each, so that nothing depends on which kernel a machine has.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ..templates.parts import Unfit
 
 aten = torch.ops.aten
-_ALL = 1 << 62                   # slices that end here or beyond end with their dimension
-Shape = tuple[str, ...]
+_CUT_OFF = frozenset((aten.detach, aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like, aten.new_empty,
+                      aten.new_zeros, aten.new_ones, aten.new_full))        # no gradient goes through these
+Shape = tuple[int, ...]
 Key = tuple[Any, ...]            # an expression: (operation, ...), operands as ("#", number)
-
-
-def _shape(t: Tensor) -> Shape:
-    return tuple(map(str, t.shape))
 
 
 def operands(key: Any) -> Iterator[int]:
@@ -51,7 +50,7 @@ class Values(TorchDispatchMode):
     """The table of expressions; as a mode, in front of the fake tensors' own, it numbers what every operation gives.
 
     Attributes:
-        keys: by number, what the expression is.
+        keys: by number, what the expression is. held: the number of the same without a gradient, which may be itself.
         made: numbers that were given since it was emptied.
         places: by number, where in the module's own code it was made first. place: where the next operation stands.
     """
@@ -60,9 +59,11 @@ class Values(TorchDispatchMode):
         super().__init__()
         self.keys: list[Key] = []
         self.shapes: list[Shape] = []
-        self.places: dict[int, str] = {}
+        self.held: list[int] = []
+        self.places: list[str] = []
         self.made: set[int] = set()
         self.place = ""
+        self._holds = False                                    # are expressions without a gradient made now?
         self._numbers: dict[Key, int] = {}
         self._tensors: dict[int, tuple[Tensor, int]] = {}      # by id, which is not given anew while these are kept
         self._seen_by: dict[int, dict[int, Tensor]] = {}       # by storage, the tensors over it
@@ -78,16 +79,38 @@ class Values(TorchDispatchMode):
             found = self._numbers[key] = len(self.keys)
             self.keys.append(key)
             self.shapes.append(shape)
+            self.held.append(found)
+            self.places.append(self.place)
         self.made.add(found)
         return found
 
-    def atom(self, name: str, t: Tensor) -> Tensor:
-        """A tensor that nothing makes: an input, a weight, a buffer."""
-        self.put(t, self.number(("atom", name, str(t.dtype)), _shape(t)))
+    def numbers(self, make: Callable[[], Iterable[tuple[Key | int, Shape]]], *read: Any) -> list[int]:
+        """Of expressions that an operation on `read` gives; make: these, from what `of` says."""
+        self._holds = True                   # first: who is to blame is told by the lowest number
+        try:
+            held = [self.number(*one) for one in make()]
+        finally:
+            self._holds = False
+        if not torch.is_grad_enabled() or not any(self.learns(t) for t in tree_iter(read) if isinstance(t, Tensor)):
+            return held
+        found = [self.number(*one) for one in make()]
+        for number, without in zip(found, held):
+            self.held[number] = without
+        return found
+
+    def atom(self, name: str, t: Tensor, learns: bool) -> Tensor:
+        """A tensor that nothing makes: an input, a weight, a buffer. learns: its gradient is wanted."""
+        number = held = self.number(("atom", name, str(t.dtype)), t.shape)
+        if learns:
+            number = self.number(("atom", name, str(t.dtype), "learns"), t.shape)
+            self.held[number] = held
+        self.put(t, number)
         self._outlive.add(t.untyped_storage()._cdata)
         return t
 
     def put(self, t: Tensor, number: int) -> None:
+        """Numbers have no gradient but where they are floating-point ones."""
+        number = number if t.is_floating_point() else self.held[number]
         self.made.add(number)
         self._tensors[id(t)] = t, number
         self._seen_by.setdefault(t.untyped_storage()._cdata, {})[id(t)] = t
@@ -96,17 +119,17 @@ class Values(TorchDispatchMode):
         found = self._tensors.get(id(t))
         if found is None:
             raise Unfit(f"it uses a tensor {list(t.shape)} that is no input, weight or buffer of it")
-        return found[1]
+        return self.held[found[1]] if self._holds else found[1]
 
-    def forget(self) -> None:
-        """All tensors. Their graphs lead back here by way of C++, where Python's collector does not see a cycle."""
-        self._tensors.clear()
-        self._seen_by.clear()
+    def learns(self, t: Tensor) -> bool:
+        """Does a gradient go through it?"""
+        number = self.of(t)
+        return self.held[number] != number
 
     def told(self, number: int, depth: int = 2) -> str:
         """The expression in a few words."""
         def part_told(part: Any) -> str:
-            if type(part) is not tuple:
+            if not isinstance(part, tuple):
                 return self.symbols.get(str(part), str(part))
             if len(part) == 2 and part[0] == "#":
                 return self.told(part[1], depth - 1) if depth else "…"
@@ -122,23 +145,20 @@ class Values(TorchDispatchMode):
         if func._schema.is_mutable:
             return self._write(func, args, kwargs)
         out = func(*args, **kwargs)
-        if isinstance(out, Tensor):
-            self._name(out, RULES.get(func.overloadpacket, Values._plain)(self, func, args, kwargs, out))
-            return out
         parts = [t for t in tree_iter(out) if isinstance(t, Tensor)]
-        if func.overloadpacket in (aten.split, aten.split_with_sizes, aten.unbind):
-            keys = self._split(func, args, kwargs, parts)
-        else:
-            keys = (("part", i, self._plain(func, args, kwargs, t)) for i, t in enumerate(parts))
-        for t, key in zip(parts, keys):
-            self._name(t, key)
-        return out
 
-    def _name(self, out: Tensor, key: Key | int) -> int:
-        number = self.number(key, _shape(out))
-        self.places.setdefault(number, self.place)
-        self.put(out, number)
-        return number
+        def made() -> Iterator[tuple[Key | int, Shape]]:
+            if isinstance(out, Tensor):
+                yield RULES.get(func.overloadpacket, Values._plain)(self, func, args, kwargs, out), out.shape
+            elif func.overloadpacket in (aten.split, aten.split_with_sizes, aten.unbind):
+                yield from zip(self._split(func, args, kwargs, parts), (t.shape for t in parts))
+            else:
+                yield from ((("part", i, self._plain(func, args, kwargs, t)), t.shape) for i, t in enumerate(parts))
+
+        read = () if func.overloadpacket in _CUT_OFF else (args, kwargs)
+        for t, number in zip(parts, self.numbers(made, *read)):
+            self.put(t, number)
+        return out
 
     def _operand(self, a: Any) -> Any:
         """An argument as a part of an expression."""
@@ -156,27 +176,32 @@ class Values(TorchDispatchMode):
         name = name.removesuffix("_") if func._schema.is_mutable else name
         rest = tuple((k, self._operand(v)) for k, v in sorted(kwargs.items()) if isinstance(v, Tensor) or
                      k not in ("device", "layout", "pin_memory", "memory_format", "generator"))
-        return name, *map(self._operand, args), rest, str(out.dtype), _shape(out)
+        return name, *map(self._operand, args), rest, str(out.dtype), out.shape
 
     def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A write in place is its function's expression, and the target's number from then on."""
         target, name = args[0], func._schema.name
         base = name.removeprefix("aten::").removesuffix("_")
-        if not name.startswith("aten::") or not name.endswith("_") or "out" in kwargs or not isinstance(target, Tensor):
+        if not name.startswith("aten::") or not name.endswith("_") or base == "detach" or "out" in kwargs \
+                or not isinstance(target, Tensor):
             raise Unfit(f"it runs {name}, which writes into its arguments")
         memory = target.untyped_storage()._cdata
         if memory in self._outlive:
             raise Unfit(f"it writes by {name} into an input, a weight or a buffer")
+        if self.learns(target) and not torch.is_grad_enabled():      # autograd would go by what was there before
+            raise Unfit(f"it writes by {name}, under no_grad(), into what has a gradient")
         beside, mine = list(self._seen_by[memory].values()), self.of(target)
         if not all(self.of(other) == mine and other.shape == target.shape for other in beside):
             return self._write_columns(func, args, kwargs, [t for t in beside if t is not target])
-        if base == "copy":
-            key: Key | int = self._copied(args[1], target)
-        else:
-            key = RULES.get(getattr(aten, base, None), Values._plain)(self, func, args, kwargs, target)
+
+        def made() -> Iterator[tuple[Key | int, Shape]]:
+            rule = RULES.get(getattr(aten, base, None), Values._plain)
+            yield (self._copied(args[1], target) if base == "copy" else rule(self, func, args, kwargs, target),
+                   target.shape)
+
+        (number,) = self.numbers(made, args, kwargs)
         out = func(*args, **kwargs)
-        number = self._name(target, key)
-        for other in (*beside, out):         # whoever has the same memory sees it
+        for other in (*beside, target, out):     # whoever has the same memory sees it
             self.put(other, number)
         return out
 
@@ -190,16 +215,21 @@ class Values(TorchDispatchMode):
         apart = all(at is not None and (at == (0, whole.shape[-1]) or at[1] <= begin or end <= at[0]) for at in places)
         if func._schema.name != "aten::copy_" or whole is None or not apart:
             raise Unfit(f"it writes by {func._schema.name} into memory that other tensors share")
-        number = self.number(self._copied(args[1], target), _shape(target))
-        renewed = self.number(self._with_columns(whole, (begin, end), number), _shape(whole))
+
+        def made() -> Iterator[tuple[Key | int, Shape]]:
+            source = self.number(self._copied(args[1], target), target.shape)
+            yield source, target.shape
+            yield self._with_columns(whole, (begin, end), source), whole.shape
+
+        number, renewed = self.numbers(made, args[1], whole)
         out = func(*args, **kwargs)
         for t in (*(t for t in others if t.shape == whole.shape), target, out):
             self.put(t, number if t is target or t is out else renewed)
         return out
 
     def _copied(self, source: Tensor, target: Tensor) -> Key | int:
-        if _shape(source) != _shape(target):
-            return "copy", self._operand(source), _shape(target), str(target.dtype)
+        if source.shape != target.shape:
+            return "copy", self._operand(source), target.shape, str(target.dtype)
         return self._cast(None, (source,), {}, target)
 
     def _with_columns(self, whole: Tensor, at: tuple[int, int], source: int) -> Key:
@@ -209,14 +239,8 @@ class Values(TorchDispatchMode):
         base, parts = (key[1][1], key[2]) if key[0] == "columns" else (number, ())
         parts = sorted([*(part for part in parts if part[0] != at), (at, ("#", source))])
         if sum(end - begin for (begin, end), _ in parts) < whole.shape[-1]:
-            return "columns", ("#", base), tuple(parts), _shape(whole)
-        terms = [self._placed(n, whole.dim() - 1, begin, end, whole) for (begin, end), (_, n) in parts]
-        return _joined("+", terms, whole)
-
-    def _placed(self, number: int, dim: int, begin: Any, end: Any, out: Tensor) -> Any:
-        """A term of a sum: a part of it in its place among zeros."""
-        key = "slice_backward", ("#", number), dim, str(begin), str(end), "1", _shape(out)
-        return "#", self.number(key, _shape(out))
+            return "columns", ("#", base), tuple(parts), whole.shape
+        return "cat", whole.dim() - 1, tuple(parts)
 
     # ---- the normal form: copies and views ----
 
@@ -228,15 +252,12 @@ class Values(TorchDispatchMode):
         kind, *rest = self.keys[number]
         if kind == "view":
             number = rest[0][1]
-        elif kind == "+" and all(t[0] == "#" and self.shapes[t[1]] == self.shapes[number] for t in rest[0]):
-            numbers = [self.number(self._viewed(t[1], shape), shape) for t in rest[0]]
-            return "+", tuple(sorted((("#", n) for n in numbers), key=repr)), rest[1], shape
         return number if self.shapes[number] == shape else ("view", ("#", number), shape)
 
     def _view(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key | int:
         if args[0].dtype != out.dtype:                       # the same bits, read as another type
             return self._plain(func, args, kwargs, out)
-        return self._viewed(self.of(args[0]), _shape(out))
+        return self._viewed(self.of(args[0]), out.shape)
 
     def _permute(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key | int:
         number, order = self.of(args[0]), [d % args[0].dim() for d in args[1]]
@@ -254,56 +275,34 @@ class Values(TorchDispatchMode):
 
     def _expand(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key | int:
         number = self.of(args[0])
-        return number if self.shapes[number] == _shape(out) else ("expand", ("#", number), _shape(out))
+        return number if self.shapes[number] == out.shape else ("expand", ("#", number), out.shape)
 
     # ---- slices ----
 
     def _slice_of(self, t: Tensor, dim: int, start: Any, end: Any, step: Any) -> Key | int:
-        """start, end: None, numbers or symbols; ends beyond the dimension, and those from the back, are made plain."""
-        dim, size = dim % t.dim(), t.shape[dim]
-        start = 0 if start is None else start
-        end = size if end is None or (type(end) is int and end >= _ALL) else end
-        if type(size) is int:
-            start, end = (min(max(v + size if v < 0 else v, 0), size) if type(v) is int else v for v in (start, end))
-        number = self.of(t)
-        if str(start) == "0" and str(end) == str(size) and step == 1:
+        dim, number = dim % t.dim(), self.of(t)
+        start, end, step = slice(start, end, step).indices(t.shape[dim])
+        if (start, end, step) == (0, t.shape[dim], 1):
             return number
-        plain = step == 1 and type(start) is int and type(end) is int
         kind, *rest = self.keys[number]
-        if kind == "columns" and dim == t.dim() - 1 and plain:
+        if kind == "columns" and dim == t.dim() - 1 and step == 1:
             (_, base), parts, _ = rest
             for at, (_, source) in parts:
                 if at == (start, end):       # these were written together
                     return source
             number = base if all(end <= at[0] or at[1] <= start for at, _ in parts) else number
         kind, *rest = self.keys[number]
-        if kind == "slice" and plain:
+        if kind == "slice" and step == 1:
             (_, inner), d, begin, _, by = rest
-            if d == dim and by == "1" and begin.isdigit():
-                number, start, end = inner, start + int(begin), end + int(begin)
-        return "slice", ("#", number), dim, str(start), str(end), str(step)
-
-    def _strided(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key | int:
-        """autograd's way to say which columns were written."""
-        at = _columns(out, args[0])
-        return self._plain(func, args, kwargs, out) if at is None else self._slice_of(args[0], out.dim() - 1, *at, 1)
-
-    def _slice_backward(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key | int:
-        grad, _, dim, start, end, step = args
-        if _shape(grad) == _shape(out) and step == 1:
-            return self.of(grad)
-        size = out.shape[dim]
-        if str(grad.shape[dim]) == "0":
-            return "nothing", _shape(out)
-        end = size if type(end) is int and (end >= _ALL or (type(size) is int and end > size)) else end
-        return "slice_backward", ("#", self.of(grad)), dim % out.dim(), str(start), str(end), str(step), _shape(out)
+            if d == dim and by == 1:
+                number, start, end = inner, start + begin, end + begin
+        return "slice", ("#", number), dim, start, end, step
 
     def _select(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key | int:
         t, dim, index = args
-        n, shape = t.shape[dim], list(_shape(t))
-        index = index + n if type(index) is int and type(n) is int and index < 0 else index
-        shape[dim % t.dim()] = "1"
-        return self._viewed(self.number(self._slice_of(t, dim, index, index + 1, 1), tuple(shape)), _shape(out))
+        shape = list(t.shape)
+        index, shape[dim] = index % shape[dim], 1
+        return self._viewed(self.number(self._slice_of(t, dim, index, index + 1, 1), tuple(shape)), out.shape)
 
     def _split(self, func: Any, args: Any, kwargs: Any, parts: list[Tensor]) -> Iterator[Key | int]:
         at = 1 if func.overloadpacket is aten.unbind else 2
@@ -312,89 +311,44 @@ class Values(TorchDispatchMode):
             if at == 1:
                 yield self._select(None, (args[0], dim, i), {}, part)
                 continue
-            end: Any = begin + part.shape[dim]
-            yield self._slice_of(args[0], dim, begin, end, 1)
+            yield self._slice_of(args[0], dim, begin, begin + part.shape[dim], 1)
+            begin += part.shape[dim]
+
+    def _cat(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key | int:
+        """Parts, each with its place."""
+        dim, begin, parts = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % out.dim(), 0, []
+        for t in args[0]:
+            end = begin + t.shape[dim]
+            if t.shape == out.shape:
+                return self.of(t)
+            if begin != end:
+                parts.append(((begin, end), ("#", self.of(t))))
             begin = end
+        return "cat", dim, tuple(parts)
 
     # ---- sums and products ----
 
-    def _cat(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key | int:
-        """A sum of parts, each in its place among zeros: what autograd makes of slices, where a split has a cat."""
-        dim, begin, terms = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % out.dim(), 0, []
-        for t in args[0]:
-            end: Any = begin + t.shape[dim]
-            if str(begin) != str(end):
-                if _shape(t) == _shape(out):
-                    return self.of(t)
-                terms.append(self._placed(self.of(t), dim, begin, end, out))
-            begin = end
-        return _joined("+", terms, out)
-
-    def _flat(self, kind: str, a: Any) -> list[Any]:
-        """The terms of a sum, or the factors of a product, that an argument is."""
-        if not isinstance(a, Tensor):
-            return [_constant(a)]
-        number = self.of(a)
-        key = self.keys[number]
-        if kind == "+" and key[0] == "nothing":
-            return []
-        return list(key[1]) if key[0] == kind else [("#", number)]
-
-    def _product(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key | int:
-        a, b = args
-        if isinstance(a, Tensor) and not isinstance(b, Tensor) and b == 1 and a.dtype == out.dtype:
-            return self.of(a)
-        return _joined("*", self._flat("*", a) + self._flat("*", b), out)
-
-    def _sum(self, a: Any, b: Any, factor: Any, out: Tensor) -> Key:
-        """a + factor * b."""
-        if factor == 1:
-            terms = self._flat("+", b)
-        elif not isinstance(b, Tensor):
-            terms = [_constant(b * factor)]
-        else:
-            terms = [("#", self.number(_joined("*", [*self._flat("*", b), _constant(factor)], b), _shape(b)))]
-        return _joined("+", self._flat("+", a) + terms, out)
-
-    def _added(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key:
-        alpha = args[2] if len(args) > 2 else kwargs.get("alpha", 1)
-        if func.overloadpacket in (aten.rsub,):
-            return self._sum(args[1], args[0], -alpha, out)
-        return self._sum(args[0], args[1], -alpha if func.overloadpacket in (aten.sub, aten.sub_) else alpha, out)
-
-    def _quotient(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key:
-        a, b = args
-        if len(args) == 2 and not kwargs and not isinstance(b, Tensor | torch.SymInt | torch.SymFloat) and b != 0:
-            return _joined("*", [*self._flat("*", a), _constant(1.0 / b)], out)
-        return self._plain(func, args, kwargs, out)
+    def _commuted(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key | int:
+        """A sum, or a product, of two in either order. Numbers that are equal are one constant, whole ones too; a
+        product with one is the other factor."""
+        if func.overloadpacket is aten.mul and not isinstance(args[1], Tensor) and args[1] == 1 \
+                and args[0].dtype == out.dtype:
+            return self.of(args[0])
+        parts = (self._operand(a if isinstance(a, Tensor) else float(a)) for a in args)
+        name, rest = func._schema.name.removeprefix("aten::").removesuffix("_"), tuple(sorted(kwargs.items()))
+        return name, tuple(sorted(parts, key=repr)), *rest, str(out.dtype), out.shape
 
     def _softmax(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key:
         """The dimension counted from the front."""
-        at = 1 if func.overloadpacket is aten._softmax else 2
-        return self._plain(func, (*args[:at], args[at] % out.dim(), *args[at + 1:]), kwargs, out)
+        return self._plain(func, (args[0], args[1] % out.dim(), *args[2:]), kwargs, out)
 
 
 def _columns(t: Tensor, whole: Tensor) -> tuple[int, int] | None:
     """Which of its last numbers another tensor is, over the same memory; None: it is something else."""
     begin = t.storage_offset() - whole.storage_offset()
-    like = t.dim() == whole.dim() > 0 and _shape(t)[:-1] == _shape(whole)[:-1] \
-        and tuple(map(str, t.stride())) == tuple(map(str, whole.stride())) and str(whole.stride(-1)) == "1"
-    if not like or any(type(n) is not int for n in (begin, t.shape[-1], whole.shape[-1])):
-        return None
-    return (begin, begin + t.shape[-1]) if 0 <= begin <= whole.shape[-1] - t.shape[-1] else None
-
-
-def _constant(value: Any) -> tuple[str, str]:
-    """Numbers that are equal are one constant, whole ones too."""
-    if isinstance(value, torch.SymInt | torch.SymFloat):
-        return "symbol", str(value)
-    return "float", float(value).hex()
-
-
-def _joined(kind: str, parts: list[Any], out: Tensor) -> Key:
-    unit = ("float", (1.0 if kind == "*" else 0.0).hex())
-    parts = [p for p in parts if p != unit] or [unit]
-    return kind, tuple(sorted(parts, key=repr)), str(out.dtype), _shape(out)
+    like = t.dim() == whole.dim() > 0 and t.shape[:-1] == whole.shape[:-1] \
+        and t.stride() == whole.stride() and whole.stride(-1) == 1
+    return (begin, begin + t.shape[-1]) if like and 0 <= begin <= whole.shape[-1] - t.shape[-1] else None
 
 
 _V = Values
@@ -406,78 +360,42 @@ RULES: dict[Any, Callable[..., Any]] = {
                      aten.flatten), _V._view),
     aten.permute: _V._permute, aten.t: _V._transpose, aten.transpose: _V._transpose, aten.expand: _V._expand,
     aten.slice: lambda v, func, args, kwargs, out: v._slice_of(*args, *(0, None, None, 1)[len(args) - 1:]),
-    aten.slice_backward: _V._slice_backward, aten.as_strided: _V._strided,
-    aten.select: _V._select, aten.mul: _V._product, aten.div: _V._quotient,
-    aten.neg: lambda v, func, args, kwargs, out: _joined("*", [*v._flat("*", args[0]), _constant(-1.0)], out),
-    aten.cat: _V._cat, aten._softmax: _V._softmax, aten._softmax_backward_data: _V._softmax,
-    aten.add: _V._added, aten.sub: _V._added, aten.rsub: _V._added,
+    aten.select: _V._select, aten.mul: _V._commuted, aten.add: _V._commuted, aten.cat: _V._cat,
+    aten._softmax: _V._softmax,
 }
 
 
 # ---- opaque functions ------------------------------------------------------------------------------
 
-class Opaque(torch.autograd.Function):
-    """One expression, and one for the gradient of each of its tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Values, name: Key, shape: Any, like: Tensor, *tensors: Tensor | None) -> Tensor:
-        ctx.values, ctx.name = values, name
-        ctx.save_for_backward(*tensors)
-        out = like.new_empty(shape)
-        key = (*name, *(None if t is None else ("#", values.of(t)) for t in tensors), str(out.dtype), _shape(out))
-        values.put(out, values.number(key, _shape(out)))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        values, tensors = ctx.values, ctx.saved_tensors
-        inputs = (("#", values.of(dy)), *(None if t is None else ("#", values.of(t)) for t in tensors))
-        grads: list[Tensor | None] = []
-        for i, (t, wanted) in enumerate(zip(tensors, ctx.needs_input_grad[4:])):
-            grads.append(None)
-            if wanted:
-                grads[i] = torch.empty_like(t)
-                values.put(grads[i], values.number((f"d{i}", *ctx.name, *inputs), _shape(t)))
-        return None, None, None, None, *grads
-
-
 def opaque(values: Values, name: Key, shape: Any, like: Tensor, *tensors: Tensor | None) -> Tensor:
-    return Opaque.apply(values, name, tuple(shape), like, *tensors)
+    if torch.is_autocast_enabled(like.device.type):
+        raise Unfit("it turns autocast on")
+    out = like.new_empty(tuple(shape))
+
+    def made() -> Iterator[tuple[Key, Shape]]:
+        read = (None if t is None else ("#", values.of(t)) for t in tensors)
+        yield (*name, *read, str(out.dtype), out.shape), out.shape
+
+    values.put(out, *values.numbers(made, tensors))
+    return out
 
 
-class Functions(TorchFunctionMode):
-    """Makes opaque what is opaque."""
+def linear(values: Values, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear."""
+    if weight.dim() != 2 or any(t.dtype != input.dtype for t in (weight, bias) if t is not None):
+        return F.linear(input, weight, bias)
+    return opaque(values, ("linear",), (*input.shape[:-1], weight.shape[0]), input, input, weight, bias)
 
-    def __init__(self, values: Values) -> None:
-        super().__init__()
-        self.values = values
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.linear:
-            return self._linear(*args, **kwargs)
-        if func in _PRODUCTS and len(args) == 2 and args[0].dim() == args[1].dim() > 2:
-            a, b = args                      # in equal batches: torch.matmul would ask for sizes as numbers
-            if _shape(a)[:-2] == _shape(b)[:-2] and a.dtype == b.dtype:
-                return opaque(self.values, ("matmul",), (*a.shape[:-1], b.shape[-1]), a, a, b)
-            return torch.matmul(a, b)
-        if func is F.scaled_dot_product_attention:
-            return self._attention(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if weight.dim() != 2 or any(t.dtype != input.dtype for t in (weight, bias) if t is not None):
-            return F.linear(input, weight, bias)
-        return opaque(self.values, ("linear",), (*input.shape[:-1], weight.shape[0]), input, input, weight, bias)
-
-    def _attention(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-                   dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
-                   enable_gqa: bool = False) -> Tensor:
-        if enable_gqa and query.dim() == 4:
-            key, value = (repeated(t, query.shape[1] // t.shape[1]) for t in (key, value))
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        name = "attention", float(scale).hex(), bool(is_causal), float(dropout_p)
-        return opaque(self.values, name, (*query.shape[:-1], value.shape[-1]), query, query, key, value, attn_mask)
+def attention(values: Values, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+              dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False
+              ) -> Tensor:
+    """F.scaled_dot_product_attention."""
+    if enable_gqa and query.dim() == 4:
+        key, value = (repeated(t, query.shape[1] // t.shape[1]) for t in (key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    name = "attention", float(scale).hex(), bool(is_causal), float(dropout_p)
+    return opaque(values, name, (*query.shape[:-1], value.shape[-1]), query, query, key, value, attn_mask)
 
 
 def repeated(t: Tensor, times: int) -> Tensor:
@@ -486,6 +404,3 @@ def repeated(t: Tensor, times: int) -> Tensor:
         return t
     b, h, s, d = t.shape
     return t[:, :, None].expand(b, h, times, s, d).reshape(b, h * times, s, d)
-
-
-_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
