@@ -2,12 +2,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatrain_torch.base.limits import Bound, HostLimits, host_limits
+from megatrain_torch.base.limits import Bound, HostLimits, cpus, host_limits
 from megatrain_torch.model import homes as cap
 from megatrain_torch.model.homes import Cap
 
@@ -164,6 +165,6 @@ def test_a_limit_is_the_processs(others: int, others_stores: int, made: int, lim
 ], ids=["none", "max", "parent", "another namespace", "v1", "v1 without"])
 def test_processors_are_those_of_the_affinity_and_of_every_quota(
         files: dict[str, str], most: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits.os, "sched_getaffinity", lambda pid: range(7))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(7))
     found(tmp_path, files)
-    assert limits.cpus(tmp_path / "proc", tmp_path / "sys") == (most or 7)
+    assert cpus(tmp_path / "proc", tmp_path / "sys") == (most or 7)
