@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from test_cli import MARKED, TEXT, bytes_tokenizer, megatrain, refused, toy_model
 
 import megatrain_torch as mt
-from megatrain_torch.commands import data, folder, loop, models, train
+from megatrain_torch.commands import data, folder, loop, models, records, train
 
 PARTS = [TEXT[i:i + 40] for i in range(0, 1600, 40)]
 RECORDS = {
@@ -174,11 +174,54 @@ def test_what_a_method_does_not_take_is_said_first(here: Path, capsys: Any) -> N
     ("dpo", {"question": "a", "chosen": "b", "rejected": "c"}, "a"), ("grpo", {"instruction": "a", "input": "d"}, "a\n\nd"),
     ("kto", {"query": "a", "completion": "b", "label": "true"}, "a")])
 def test_records_of_other_names_are_read(method: str, record: dict[str, Any], prompt: str) -> None:
-    found = data.pair(record, method, True, "here").record
+    plain, chatty = (records.Template(bytes_tokenizer()) for _ in range(2))
+    chatty.tokenizer.chat_template = MARKED
+    found = data.pair(record, method, chatty, "here").record
     assert found["prompt"] == [{"role": "user", "content": prompt}]
     assert "chosen" not in found or found["chosen"] == [{"role": "assistant", "content": "b"}]
     assert found.get("label", True) is True
-    assert data.pair(record, method, False, "here").record["prompt"].count(prompt.split()[0])
+    assert data.pair(record, method, plain, "here").record["prompt"].count(prompt.split()[0])
+
+
+def test_records_come_to_trl_as_they_are_written(tmp_path: Path) -> None:
+    """Fields that the first one has not, and objects of different keys, in their order: a template shows them."""
+    tokenizer, one = bytes_tokenizer(), RECORDS["chats"][0]
+    tokenizer.chat_template = MARKED
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"z": 1}}}], "content": ""}
+    tools = [[{"type": "function", "function": {"name": name, "description": "", "parameters": {name: {"type": "string"}}}}]
+             for name in "fg"]
+    given = [one, {**one, "prompt": [*one["prompt"], call], "tools": tools[0], "chat_template_kwargs": {"b": 1, "a": 2}},
+             {**one, "tools": tools[1]}, {"chosen": [*one["prompt"], *one["chosen"]],
+                                          "rejected": [*one["prompt"], *one["rejected"]], "tools": ""}]
+    loop._as_table([d.record for d in data.documents(given, tokenizer, method="dpo")]).save_to_disk(tmp_path / "a")
+    import datasets
+    found = list(datasets.load_from_disk(tmp_path / "a"))
+    wanted = [{"tools": None, "chat_template_kwargs": {}, **(one if "prompt" not in r else r)} for r in given]
+    assert [{n: json.dumps(r[n]) for n in sorted(r)} for r in found] == [{n: json.dumps(r[n]) for n in sorted(r)} for r in wanted]
+
+
+def test_a_record_that_trl_would_end_at_is_left_out(capsys: Any) -> None:
+    import datetime
+    tokenizer, one = bytes_tokenizer(), RECORDS["chats"][0]
+    tokenizer.chat_template = MARKED + "{% if messages[0].role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
+    for bad, words in [({**one, "prompt": [{"role": "tool", "content": ""}]}, "the chat template does not take it: no"),
+                       ({**one, "tools": 3}, "tools must be a list"),
+                       ({**one, "chosen": [{"role": "assistant", "content": "\ud800"}]}, "no text")]:
+        assert len(data.documents([bad, one], tokenizer, method="dpo")) == 1
+        assert words in capsys.readouterr().out
+    dated = {"prompt": "a", "when": datetime.date(2024, 1, 1)}
+    assert len(data.documents([dated, {"prompt": "b"}], tokenizer, method="grpo")) == 1
+    assert "it has a date of Python, which JSON has not" in capsys.readouterr().out
+
+
+def test_trainers_settings_of_adamw_come_to_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    own = mt.AdamW
+    monkeypatch.setattr(mt, "AdamW", lambda *args, **kw: made.append(own(*args, **kw)) or made[-1])
+    (here / "my.txt").write_text(TEXT[:500])
+    assert megatrain("train", here / "toy", here / "my.txt", "--out", here / "adam", "--seq", 16, "--steps", 1,
+                     "--tokens", 64, "--validation", 0, "--adam_beta1", 0.5, "--adam_epsilon", 1e-3) == 0
+    assert (made[0].defaults["betas"], made[0].defaults["eps"]) == ((0.5, 0.95), 1e-3)
 
 
 def test_a_trainer_does_not_move_the_plain_model_and_its_reference_is_streamed_too(

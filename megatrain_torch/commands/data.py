@@ -91,7 +91,7 @@ def documents(found: Iterable[Record | MegatrainError], tokenizer: Any, column: 
     def read(record: Record, where: str) -> Document | str:
         if method == "sft":
             return _document(record, template, column, where)
-        return pair(record, method, bool(tokenizer.chat_template), where)
+        return pair(record, method, template, where)
 
     right, made = _right(found, read, source), []
     while some := list(islice(right, TOGETHER)):
@@ -126,6 +126,8 @@ def _right(found: Iterable[Record | MegatrainError], read: Callable[[Record, str
             yield read(record, f"{source}: record {number}")
         except MegatrainError as why:
             wrong.append(why)
+        except UnicodeEncodeError as why:                # JSON may have half of a pair of surrogates
+            wrong.append(MegatrainError(f"{source}: record {number}: no text: {why}"))
         if monotonic() - told > EVERY_S[live]:
             told = monotonic()
             sys.stderr.write(f"reading: {number:,} records of {source}" + ("\r" if live else "\n"))
@@ -151,6 +153,7 @@ def _document(record: Record, template: Template, column: str | None, where: str
         messages = records.messages_of(value, where)
         return _talk(records.rendered(messages, template.for_record(record, where)), template)
     if isinstance(value, str) and not of_messages:
+        value.encode()
         return value
     needed = "a list of messages" if of_messages else "a text, or a list of messages,"
     raise MegatrainError(f"{where}: {field} is {records.kind_of(value)}: {needed} is needed")
@@ -188,9 +191,10 @@ def _talk(chats: list[Chat], template: Template) -> Document:
     return Document(compact(ids), np.asarray(trained, bool), True, tuple(starts), chat=True)
 
 
-def pair(record: Record, method: str, chat: bool, where: str) -> Document:
-    """A record as TRL has it."""
-    made, needed = dict(records.as_asked(record, method, chat, where)), NEEDED[method]
+def pair(record: Record, method: str, template: Template, where: str) -> Document:
+    """A record as TRL has it, which would end at one that the template does not take."""
+    made = dict(records.as_asked(record, method, bool(template.tokenizer.chat_template), where))
+    needed = NEEDED[method]
     for name in ("prompt", "chosen", "rejected", "completion"):
         if isinstance(made.get(name), list):
             made[name] = records.messages_of(made[name], f"{where}: {name}")
@@ -203,10 +207,20 @@ def pair(record: Record, method: str, chat: bool, where: str) -> Document:
     if "label" in needed and (label := LABELS.get(str(made["label"]).lower())) is None:
         raise MegatrainError(f"{where}: label is {made['label']!r}: true or false is needed")
     made |= {"label": label} if "label" in needed else {}
+    if not made.get("tools"):                        # a table has "" where there are none
+        made.pop("tools", None)
+    shown = [name for name in ("prompt", *needed) if isinstance(made.get(name), list)]
+    for name in dict.fromkeys(shown):
+        asked = [] if name == "prompt" else made.get("prompt", [])
+        _ = template.for_record(made, where)([*asked, *made[name]], prompt=name == "prompt")
     more = (*made,) if method == "grpo" else (*needed, "prompt", "tools", "chat_template_kwargs")
-    text = json.dumps({name: made[name] for name in made if name in more}, sort_keys=True)
-    return _all_trained(np.frombuffer(text.encode(), np.uint8), whole=True,
-                        chat=any(isinstance(made.get(name), list) for name in ("prompt", "chosen", "completion")))
+
+    def refuse(value: Any) -> None:
+        raise MegatrainError(f"{where}: it has {records.kind_of(value)} of Python, which JSON has not: make it a text")
+
+    # Keys stay in their order: a template shows tools as they are written.
+    text = json.dumps({name: made[name] for name in made if name in more}, ensure_ascii=False, default=refuse)
+    return _all_trained(np.frombuffer(text.encode(), np.uint8), whole=True, chat=bool(shown))
 
 
 # ---- tokens --------------------------------------------------------------------------------------
@@ -243,6 +257,7 @@ def _marked(chat: Chat, tokenizer: Any, special: bool = False) -> tuple[list[int
     def of(text: str, **kw: Any) -> Any:
         return tokenizer(text, add_special_tokens=special, verbose=False, **kw)
 
+    chat.text.encode()
     made = of(chat.text, **{"return_offsets_mapping": True} if tokenizer.is_fast else {})
     ids, places = list(made["input_ids"]), made.get("offset_mapping", [])
     if not tokenizer.is_fast:    # a tokenizer in Python tells no places: a token is where the text up to there has it
