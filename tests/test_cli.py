@@ -129,7 +129,7 @@ def test_yaml_may_have_dates_and_numbers_where_words_are_needed() -> None:
     pytest.importorskip("trl")
     from megatrain_torch.commands import loop
     settings = Settings.of({"out": "o", "run_name": datetime.date(2024, 1, 1), "lr_scheduler_kwargs": {"min_lr": 1e-6}}, "")
-    assert loop.given(settings) == {"run_name": "2024-01-01", "lr_scheduler_kwargs": {"min_lr": 1e-6}}
+    assert loop.given(settings) == {"run_name": "2024-01-01", "lr_scheduler_kwargs": '{"min_lr": 1e-06}'}
     with pytest.raises(MegatrainError, match="there is no '3'"):
         loop.given(Settings.of({3: 4}, ""))
 
@@ -355,6 +355,15 @@ def test_documents_of_kinds_that_share_rows_do_not_see_each_other(kind: str) -> 
     model = known.get(kind, fusing.lm(kind))()
     assert model.config.model_type == kind
     assert max(leak(model, flat) for flat in (False, True)) < 1e-4, "more than rounding in fp32: 1e-6 was seen"
+
+
+def test_a_known_kind_whose_code_or_attention_was_not_asked_shares_no_rows() -> None:
+    import fusing
+    import transformers as tf
+    other = fusing.lm("llama", is_causal=False)()        # as embedding models have it: a mask without position_ids
+    assert leak(other, False) > 0.05 and not data.separate(other.config) and data.separate(tf.LlamaConfig())
+    assert not data.separate(tf.LlamaConfig(attn_implementation="flash_attention_2")), "it looks at one row's positions"
+    assert not data.separate(type("Own", (tf.LlamaConfig,), {"__module__": "transformers_modules.own"})())
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["rows", "flat"])

@@ -250,9 +250,10 @@ def trl_steps(here: Path, method: str, out: Path, **stream_with: Any) -> tuple[l
     """Two steps of TRL's trainer: (what it logged, elements of the largest tensor in them). Without stream_with the
     model is plain."""
     import datasets
+    import trl
     from test_deferred import Largest
     seen, settings = Largest(), types.SimpleNamespace(method=method, reward=f"{here}/r.py:many")
-    kind, config = loop.classes(method)
+    kind, config = (trl.SFTTrainer, trl.SFTConfig) if method == "sft" else loop.classes(method)
     more = {"dpo": {"precompute_ref_log_probs": True}, "kto": {"precompute_ref_log_probs": True},
             "grpo": {"max_completion_length": 24, "num_generations": 4}}.get(method, {})
     args = config(str(out), use_cpu=True, bf16=False, max_steps=2, report_to=[], logging_steps=1, learning_rate=1e-2,

@@ -414,6 +414,8 @@ def _about(source: Source) -> str:
 
 def difference(then: dict[str, Any], now: dict[str, Any]) -> str:
     """Words for what differs between two identities; "": they are the same."""
+    if "sources" in then:                                # as it was written before, with other hashes
+        return "an earlier megatrain began the run, and what its data was cannot be compared"
     return next((f"{name} is {now.get(name)} now, and was {then.get(name)}" for name in {**now, **then}
                  if then.get(name) != now.get(name)), "")
 
@@ -519,15 +521,23 @@ def packed(found: Sequence[Document], seq: int, filler: int, alone: bool = False
     return Rows(ids, learned, begins, sum(d.whole and len(d) > seq for d in found), alone)
 
 
-def rows_of(settings: Settings, tokenizer: Any, parts: tuple[list[Document], list[Document]], kind: str
+def separate(config: Any) -> bool:
+    """Whether documents in one row do not see each other: of a kind that was asked, by transformers' own code, with
+    attention that was asked too. Where a token sees those behind it, position_ids do not count."""
+    return (config.model_type in SEPARATE and type(config).__module__.startswith("transformers.")
+            and getattr(config, "_attn_implementation", None) in (None, "eager", "sdpa")
+            and getattr(config.get_text_config(), "is_causal", True))
+
+
+def rows_of(settings: Settings, tokenizer: Any, parts: tuple[list[Document], list[Document]], config: Any
             ) -> tuple[Rows, Rows]:
-    """Of what is trained, and of what is held out. kind: the model's, as its config has it.
+    """Of what is trained, and of what is held out. config: the model's.
     Raises: MegatrainError: nothing is to be learned."""
     seq, filler = settings.seq, next((t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id) if t is not None), 0)
-    train, held = (packed(part, seq, filler, kind not in SEPARATE) for part in parts)
+    train, held = (packed(part, seq, filler, not separate(config)) for part in parts)
     if train.targets:
         if train.alone:
-            say(f"documents in one row of a model of kind {kind} may see each other, so each has rows of its own, "
+            say(f"documents in one row of a model of kind {config.model_type} may see each other, so each has rows of its own, "
                 f"filled up at the end: {len(train)} rows")
         if cut := train.cut + held.cut:
             say(f"{cut} conversations are longer than {seq} tokens and lost their end; --seq makes room")
