@@ -40,8 +40,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = bytes_tokenizer()
     tokenizer.chat_template, tokenizer.pad_token = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", ""), "<end>"
     tokenizer.save_pretrained(where / "toy")
-    for name, records in RECORDS.items():
-        (where / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    for name, found in RECORDS.items():
+        (where / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found))
     (where / "r.py").write_text("def many(completions, **_):\n    return [float(len(set(c))) for c in completions]\n")
     return where
 
@@ -102,6 +102,19 @@ def test_a_method_that_was_told_to_stop_goes_on_to_the_same_bits(here: Path, met
     assert losses(half) == losses(here / whole)
     files = [(here / name / "model/model.safetensors").read_bytes() for name in (whole, half.name)]
     assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("more", [(), ("--lora", "r=4"), ("--early-stopping", 9, "--validation", 0.2, "--eval-every", 1)],
+                         ids=["dpo", "lora", "best"])
+def test_a_run_that_ended_behind_its_last_step_writes_what_it_has_learned(here: Path, more: tuple[Any, ...]) -> None:
+    run = here / f"last-{len(more)}"
+    assert megatrain(*words(here, "dpo", run.name), "--steps", 3, "--save-every", 1, "--keep", 9, "--lr", 0.3, *more) == 0
+    [file] = (run / "model").glob("*.safetensors")
+    wanted = load_file(file)
+    file.unlink(), (run / "model").rename(here / f"old-{len(more)}")
+    assert megatrain("resume", run) == 0
+    found = load_file(file)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_two_processes_have_the_losses_of_one(here: Path) -> None:

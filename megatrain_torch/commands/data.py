@@ -537,8 +537,8 @@ def rows_of(settings: Settings, tokenizer: Any, parts: tuple[list[Document], lis
     train, held = (packed(part, seq, filler, not separate(config)) for part in parts)
     if train.targets:
         if train.alone:
-            say(f"documents in one row of a model of kind {config.model_type} may see each other, so each has rows of its own, "
-                f"filled up at the end: {len(train)} rows")
+            say(f"documents in one row of a model of kind {config.model_type} may see each other, so each has rows of "
+                f"its own, filled up at the end: {len(train)} rows")
         if cut := train.cut + held.cut:
             say(f"{cut} conversations are longer than {seq} tokens and lost their end; --seq makes room")
         return train, held

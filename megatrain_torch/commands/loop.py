@@ -206,6 +206,13 @@ class Streamed:
         say(f"the best was {Path(self.state.best_model_checkpoint).name}, with {self.state.best_metric:.4g}")
         mt.load(self.model, self._optimizer(), self.state.best_model_checkpoint)
 
+    def restore(self, checkpoint: Path) -> None:
+        """Of a run whose last step was made, and its model not written: the weights that it ends with."""
+        self.state = TrainerState.load_from_json(str(checkpoint / WHOLE))
+        if self.run.settings.early_stopping and (best := self.state.best_model_checkpoint):
+            checkpoint = checkpoint.with_name(Path(best).name)
+        mt.load(self.model, self._optimizer(), checkpoint, convert=self.run.convert)
+
     def write_pages(self) -> None:
         """What `megatrain report` shows of the last steps."""
         if self.trace is None:

@@ -132,8 +132,8 @@ def _table(path: Path) -> Iterator[Record | MegatrainError]:
 def _row(row: Record, where: str) -> Record | MegatrainError:
     if None in row or None in row.values():              # as DictReader has too many, and too few
         more, there = row.pop(None, []), [value for value in row.values() if value is not None]
-        return MegatrainError(f"{where}: {len(there) + len(more)} fields, and {len(row)} names in the first row; a text "
-                              "with commas or line ends stands in \"...\"")
+        return MegatrainError(f"{where}: {len(there) + len(more)} fields, and {len(row)} names in the first row; a "
+                              "text with commas or line ends stands in \"...\"")
     try:
         return {name: from_json(value, f"{where}: {name}") if name in KNOWN[:2] else value
                 for name, value in row.items()}

@@ -169,6 +169,8 @@ def _run(trainer: Any, checkpoint: Path | None, began: float) -> None:
             team.first_does(lambda: None)            # all wait for it, which may be writing still
             say(f"stopped at step {trainer.state.global_step}; megatrain resume {run} goes on")
             raise Stopped(stopped)
+    else:
+        trainer.restore(checkpoint)
     team.first_does(lambda: _finish(trainer, time.perf_counter() - began))
 
 
