@@ -53,7 +53,7 @@ def test_a_table_of_questions_trains_the_answers_and_one_of_messages_what_the_as
 
 
 @pytest.mark.parametrize("name, content, words", [
-    ("a.csv", "a,b\n1,2,3\n", "a.csv:2: more or fewer fields than names in"), ("a.csv", "a,b\n1\n", "a.csv:2: more or f"),
+    ("a.csv", "a,b\n1,2,3\n", "a.csv:2: 3 fields, and 2 names in the first row"), ("a.csv", "a,b\n1\n", "a.csv:2: 1 fields"),
     ("a.csv", 'text\n"open\n', "a.csv:2: not a table: unexpected end"), ("a.csv", "a,a\n1,2\n", "two fields are called 'a'"),
     ("a.csv", "", "it is empty"), ("a.csv", b"text\ncaf\xe9\n", "it is not UTF-8: iconv"),
     ("a.csv", "once,upon\na,time\n", "record 1 has 'once', 'upon' and no messages, prompt or text"),
@@ -64,6 +64,15 @@ def test_a_table_that_is_none_is_named(tmp_path: Path, name: str, content: str |
     with pytest.raises(MegatrainError) as why:
         read(tmp_path / name, content)
     assert words in str(why.value)
+
+
+@pytest.mark.parametrize("bad, words", [
+    ({"text": "\ud800"}, "no text: 'utf-8' codec can't encode"), ({"prompt": "a", "completion": "\ud800"}, "no text"),
+    ({"messages": [{"role": "user", "content": "\ud800"}, {"role": "assistant", "content": "b"}]}, "no text"),
+    ({"messages": [{"role": None, "content": "a"}, {"role": "assistant", "content": "b"}]}, "message 1: role is null")], ids=str)
+def test_one_bad_record_does_not_end_a_run(tmp_path: Path, bad: dict[str, Any], words: str, capsys: Any) -> None:
+    found = read(tmp_path / "a.jsonl", json.dumps(bad) + '\n{"text": "good"}\n', chatty())
+    assert found == [("good<end>", ["good<end>"])] and words in capsys.readouterr().out
 
 
 def test_files_by_another_name_are_what_they_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

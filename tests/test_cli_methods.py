@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from test_cli import MARKED, TEXT, bytes_tokenizer, megatrain, refused, toy_model
 
 import megatrain_torch as mt
-from megatrain_torch.commands import data, folder, loop, models, train
+from megatrain_torch.commands import data, folder, loop, models, records, train
 
 PARTS = [TEXT[i:i + 40] for i in range(0, 1600, 40)]
 RECORDS = {
@@ -40,8 +40,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = bytes_tokenizer()
     tokenizer.chat_template, tokenizer.pad_token = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", ""), "<end>"
     tokenizer.save_pretrained(where / "toy")
-    for name, records in RECORDS.items():
-        (where / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    for name, found in RECORDS.items():
+        (where / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found))
     (where / "r.py").write_text("def many(completions, **_):\n    return [float(len(set(c))) for c in completions]\n")
     return where
 
@@ -102,6 +102,19 @@ def test_a_method_that_was_told_to_stop_goes_on_to_the_same_bits(here: Path, met
     assert losses(half) == losses(here / whole)
     files = [(here / name / "model/model.safetensors").read_bytes() for name in (whole, half.name)]
     assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("more", [(), ("--lora", "r=4"), ("--early-stopping", 9, "--validation", 0.2, "--eval-every", 1)],
+                         ids=["dpo", "lora", "best"])
+def test_a_run_that_ended_behind_its_last_step_writes_what_it_has_learned(here: Path, more: tuple[Any, ...]) -> None:
+    run = here / f"last-{len(more)}"
+    assert megatrain(*words(here, "dpo", run.name), "--steps", 3, "--save-every", 1, "--keep", 9, "--lr", 0.3, *more) == 0
+    [file] = (run / "model").glob("*.safetensors")
+    wanted = load_file(file)
+    file.unlink(), (run / "model").rename(here / f"old-{len(more)}")
+    assert megatrain("resume", run) == 0
+    found = load_file(file)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_two_processes_have_the_losses_of_one(here: Path) -> None:
@@ -174,11 +187,54 @@ def test_what_a_method_does_not_take_is_said_first(here: Path, capsys: Any) -> N
     ("dpo", {"question": "a", "chosen": "b", "rejected": "c"}, "a"), ("grpo", {"instruction": "a", "input": "d"}, "a\n\nd"),
     ("kto", {"query": "a", "completion": "b", "label": "true"}, "a")])
 def test_records_of_other_names_are_read(method: str, record: dict[str, Any], prompt: str) -> None:
-    found = data.pair(record, method, True, "here").record
+    plain, chatty = (records.Template(bytes_tokenizer()) for _ in range(2))
+    chatty.tokenizer.chat_template = MARKED
+    found = data.pair(record, method, chatty, "here").record
     assert found["prompt"] == [{"role": "user", "content": prompt}]
     assert "chosen" not in found or found["chosen"] == [{"role": "assistant", "content": "b"}]
     assert found.get("label", True) is True
-    assert data.pair(record, method, False, "here").record["prompt"].count(prompt.split()[0])
+    assert data.pair(record, method, plain, "here").record["prompt"].count(prompt.split()[0])
+
+
+def test_records_come_to_trl_as_they_are_written(tmp_path: Path) -> None:
+    """Fields that the first one has not, and objects of different keys, in their order: a template shows them."""
+    tokenizer, one = bytes_tokenizer(), RECORDS["chats"][0]
+    tokenizer.chat_template = MARKED
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"z": 1}}}], "content": ""}
+    tools = [[{"type": "function", "function": {"name": name, "description": "", "parameters": {name: {"type": "string"}}}}]
+             for name in "fg"]
+    given = [one, {**one, "prompt": [*one["prompt"], call], "tools": tools[0], "chat_template_kwargs": {"b": 1, "a": 2}},
+             {**one, "tools": tools[1]}, {"chosen": [*one["prompt"], *one["chosen"]],
+                                          "rejected": [*one["prompt"], *one["rejected"]], "tools": ""}]
+    loop._as_table([d.record for d in data.documents(given, tokenizer, method="dpo")]).save_to_disk(tmp_path / "a")
+    import datasets
+    found = list(datasets.load_from_disk(tmp_path / "a"))
+    wanted = [{"tools": None, "chat_template_kwargs": {}, **(one if "prompt" not in r else r)} for r in given]
+    assert [{n: json.dumps(r[n]) for n in sorted(r)} for r in found] == [{n: json.dumps(r[n]) for n in sorted(r)} for r in wanted]
+
+
+def test_a_record_that_trl_would_end_at_is_left_out(capsys: Any) -> None:
+    import datetime
+    tokenizer, one = bytes_tokenizer(), RECORDS["chats"][0]
+    tokenizer.chat_template = MARKED + "{% if messages[0].role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
+    for bad, words in [({**one, "prompt": [{"role": "tool", "content": ""}]}, "the chat template does not take it: no"),
+                       ({**one, "tools": 3}, "tools must be a list"),
+                       ({**one, "chosen": [{"role": "assistant", "content": "\ud800"}]}, "no text")]:
+        assert len(data.documents([bad, one], tokenizer, method="dpo")) == 1
+        assert words in capsys.readouterr().out
+    dated = {"prompt": "a", "when": datetime.date(2024, 1, 1)}
+    assert len(data.documents([dated, {"prompt": "b"}], tokenizer, method="grpo")) == 1
+    assert "it has a date of Python, which JSON has not" in capsys.readouterr().out
+
+
+def test_trainers_settings_of_adamw_come_to_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    own = mt.AdamW
+    monkeypatch.setattr(mt, "AdamW", lambda *args, **kw: made.append(own(*args, **kw)) or made[-1])
+    (here / "my.txt").write_text(TEXT[:500])
+    assert megatrain("train", here / "toy", here / "my.txt", "--out", here / "adam", "--seq", 16, "--steps", 1,
+                     "--tokens", 64, "--validation", 0, "--adam_beta1", 0.5, "--adam_epsilon", 1e-3) == 0
+    assert (made[0].defaults["betas"], made[0].defaults["eps"]) == ((0.5, 0.95), 1e-3)
 
 
 def test_a_trainer_does_not_move_the_plain_model_and_its_reference_is_streamed_too(
@@ -207,9 +263,10 @@ def trl_steps(here: Path, method: str, out: Path, **stream_with: Any) -> tuple[l
     """Two steps of TRL's trainer: (what it logged, elements of the largest tensor in them). Without stream_with the
     model is plain."""
     import datasets
+    import trl
     from test_deferred import Largest
     seen, settings = Largest(), types.SimpleNamespace(method=method, reward=f"{here}/r.py:many")
-    kind, config = loop.classes(method)
+    kind, config = (trl.SFTTrainer, trl.SFTConfig) if method == "sft" else loop.classes(method)
     more = {"dpo": {"precompute_ref_log_probs": True}, "kto": {"precompute_ref_log_probs": True},
             "grpo": {"max_completion_length": 24, "num_generations": 4}}.get(method, {})
     args = config(str(out), use_cpu=True, bf16=False, max_steps=2, report_to=[], logging_steps=1, learning_rate=1e-2,

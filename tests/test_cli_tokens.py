@@ -19,7 +19,7 @@ from tokenizers import (
     processors,
     trainers,
 )
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from megatrain_torch.commands import data
 from megatrain_torch.commands.settings import Settings
@@ -183,5 +183,5 @@ def test_a_text_takes_at_most_twelve_bytes_a_byte(tmp_path: Path) -> None:
     before = memory("VmRSS")
     found = data.sources(settings, settings.data, tokenizer)
     parts = data.held_out(data.mixed(found, 0), 0.02, 0)
-    assert len(data.rows_of(settings, tokenizer, parts, "llama")[0]) > 5000
+    assert len(data.rows_of(settings, tokenizer, parts, LlamaConfig())[0]) > 5000
     assert memory("VmHWM") - before < 12 * size + 20_000_000, "20 MB: what calls of the tokenizer take"

@@ -91,7 +91,7 @@ def documents(found: Iterable[Record | MegatrainError], tokenizer: Any, column: 
     def read(record: Record, where: str) -> Document | str:
         if method == "sft":
             return _document(record, template, column, where)
-        return pair(record, method, bool(tokenizer.chat_template), where)
+        return pair(record, method, template, where)
 
     right, made = _right(found, read, source), []
     while some := list(islice(right, TOGETHER)):
@@ -126,6 +126,8 @@ def _right(found: Iterable[Record | MegatrainError], read: Callable[[Record, str
             yield read(record, f"{source}: record {number}")
         except MegatrainError as why:
             wrong.append(why)
+        except UnicodeEncodeError as why:                # JSON may have half of a pair of surrogates
+            wrong.append(MegatrainError(f"{source}: record {number}: no text: {why}"))
         if monotonic() - told > EVERY_S[live]:
             told = monotonic()
             sys.stderr.write(f"reading: {number:,} records of {source}" + ("\r" if live else "\n"))
@@ -151,6 +153,7 @@ def _document(record: Record, template: Template, column: str | None, where: str
         messages = records.messages_of(value, where)
         return _talk(records.rendered(messages, template.for_record(record, where)), template)
     if isinstance(value, str) and not of_messages:
+        value.encode()
         return value
     needed = "a list of messages" if of_messages else "a text, or a list of messages,"
     raise MegatrainError(f"{where}: {field} is {records.kind_of(value)}: {needed} is needed")
@@ -188,9 +191,10 @@ def _talk(chats: list[Chat], template: Template) -> Document:
     return Document(compact(ids), np.asarray(trained, bool), True, tuple(starts), chat=True)
 
 
-def pair(record: Record, method: str, chat: bool, where: str) -> Document:
-    """A record as TRL has it."""
-    made, needed = dict(records.as_asked(record, method, chat, where)), NEEDED[method]
+def pair(record: Record, method: str, template: Template, where: str) -> Document:
+    """A record as TRL has it, which would end at one that the template does not take."""
+    made = dict(records.as_asked(record, method, bool(template.tokenizer.chat_template), where))
+    needed = NEEDED[method]
     for name in ("prompt", "chosen", "rejected", "completion"):
         if isinstance(made.get(name), list):
             made[name] = records.messages_of(made[name], f"{where}: {name}")
@@ -203,10 +207,20 @@ def pair(record: Record, method: str, chat: bool, where: str) -> Document:
     if "label" in needed and (label := LABELS.get(str(made["label"]).lower())) is None:
         raise MegatrainError(f"{where}: label is {made['label']!r}: true or false is needed")
     made |= {"label": label} if "label" in needed else {}
+    if not made.get("tools"):                        # a table has "" where there are none
+        made.pop("tools", None)
+    shown = [name for name in ("prompt", *needed) if isinstance(made.get(name), list)]
+    for name in dict.fromkeys(shown):
+        asked = [] if name == "prompt" else made.get("prompt", [])
+        _ = template.for_record(made, where)([*asked, *made[name]], prompt=name == "prompt")
     more = (*made,) if method == "grpo" else (*needed, "prompt", "tools", "chat_template_kwargs")
-    text = json.dumps({name: made[name] for name in made if name in more}, sort_keys=True)
-    return _all_trained(np.frombuffer(text.encode(), np.uint8), whole=True,
-                        chat=any(isinstance(made.get(name), list) for name in ("prompt", "chosen", "completion")))
+
+    def refuse(value: Any) -> None:
+        raise MegatrainError(f"{where}: it has {records.kind_of(value)} of Python, which JSON has not: make it a text")
+
+    # Keys stay in their order: a template shows tools as they are written.
+    text = json.dumps({name: made[name] for name in made if name in more}, ensure_ascii=False, default=refuse)
+    return _all_trained(np.frombuffer(text.encode(), np.uint8), whole=True, chat=bool(shown))
 
 
 # ---- tokens --------------------------------------------------------------------------------------
@@ -243,6 +257,7 @@ def _marked(chat: Chat, tokenizer: Any, special: bool = False) -> tuple[list[int
     def of(text: str, **kw: Any) -> Any:
         return tokenizer(text, add_special_tokens=special, verbose=False, **kw)
 
+    chat.text.encode()
     made = of(chat.text, **{"return_offsets_mapping": True} if tokenizer.is_fast else {})
     ids, places = list(made["input_ids"]), made.get("offset_mapping", [])
     if not tokenizer.is_fast:    # a tokenizer in Python tells no places: a token is where the text up to there has it
@@ -399,6 +414,8 @@ def _about(source: Source) -> str:
 
 def difference(then: dict[str, Any], now: dict[str, Any]) -> str:
     """Words for what differs between two identities; "": they are the same."""
+    if "sources" in then:                                # as it was written before, with other hashes
+        return "an earlier megatrain began the run, and what its data was cannot be compared"
     return next((f"{name} is {now.get(name)} now, and was {then.get(name)}" for name in {**now, **then}
                  if then.get(name) != now.get(name)), "")
 
@@ -504,16 +521,24 @@ def packed(found: Sequence[Document], seq: int, filler: int, alone: bool = False
     return Rows(ids, learned, begins, sum(d.whole and len(d) > seq for d in found), alone)
 
 
-def rows_of(settings: Settings, tokenizer: Any, parts: tuple[list[Document], list[Document]], kind: str
+def separate(config: Any) -> bool:
+    """Whether documents in one row do not see each other: of a kind that was asked, by transformers' own code, with
+    attention that was asked too. Where a token sees those behind it, position_ids do not count."""
+    return (config.model_type in SEPARATE and type(config).__module__.startswith("transformers.")
+            and getattr(config, "_attn_implementation", None) in (None, "eager", "sdpa")
+            and getattr(config.get_text_config(), "is_causal", True))
+
+
+def rows_of(settings: Settings, tokenizer: Any, parts: tuple[list[Document], list[Document]], config: Any
             ) -> tuple[Rows, Rows]:
-    """Of what is trained, and of what is held out. kind: the model's, as its config has it.
+    """Of what is trained, and of what is held out. config: the model's.
     Raises: MegatrainError: nothing is to be learned."""
     seq, filler = settings.seq, next((t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id) if t is not None), 0)
-    train, held = (packed(part, seq, filler, kind not in SEPARATE) for part in parts)
+    train, held = (packed(part, seq, filler, not separate(config)) for part in parts)
     if train.targets:
         if train.alone:
-            say(f"documents in one row of a model of kind {kind} may see each other, so each has rows of its own, "
-                f"filled up at the end: {len(train)} rows")
+            say(f"documents in one row of a model of kind {config.model_type} may see each other, so each has rows of "
+                f"its own, filled up at the end: {len(train)} rows")
         if cut := train.cut + held.cut:
             say(f"{cut} conversations are longer than {seq} tokens and lost their end; --seq makes room")
         return train, held

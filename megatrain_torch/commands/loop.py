@@ -206,6 +206,13 @@ class Streamed:
         say(f"the best was {Path(self.state.best_model_checkpoint).name}, with {self.state.best_metric:.4g}")
         mt.load(self.model, self._optimizer(), self.state.best_model_checkpoint)
 
+    def restore(self, checkpoint: Path) -> None:
+        """Of a run whose last step was made, and its model not written: the weights that it ends with."""
+        self.state = TrainerState.load_from_json(str(checkpoint / WHOLE))
+        if self.run.settings.early_stopping and (best := self.state.best_model_checkpoint):
+            checkpoint = checkpoint.with_name(Path(best).name)
+        mt.load(self.model, self._optimizer(), checkpoint, convert=self.run.convert)
+
     def write_pages(self) -> None:
         """What `megatrain report` shows of the last steps."""
         if self.trace is None:
@@ -306,7 +313,7 @@ def given(settings: Settings) -> dict[str, Any]:
 
     parser.error = refuse
     words = [word for name, value in settings.more.items()
-             for word in (f"--{name}", value if isinstance(value, str) else json.dumps(value))]
+             for word in (f"--{name}", value if isinstance(value, str) else json.dumps(value, default=str).strip('"'))]
     found = parser.parse_args(["--output_dir", str(settings.out), *words])
     return {name: getattr(found, name) for name in settings.more}
 
@@ -371,7 +378,7 @@ def trainer_of(run: Run, model: Any, tokenizer: Any, train: Any, held: Any, how:
         if not part:
             return None
         where = f"{run.scratch}/{name}"
-        run.team.first_does(lambda: datasets.Dataset.from_list([p.record for p in part]).save_to_disk(where))
+        run.team.first_does(lambda: _as_table([p.record for p in part]).save_to_disk(where))
         return datasets.load_from_disk(where)
 
     if rows:
@@ -387,19 +394,36 @@ def trainer_of(run: Run, model: Any, tokenizer: Any, train: Any, held: Any, how:
         trained = [p for p in model.parameters() if p.requires_grad]
         groups = [{"params": [p for p in trained if p.ndim >= 2]},
                   {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}]
-        return mt.AdamW([g for g in groups if g["params"]], lr=settings.lr, betas=(0.9, settings.beta2),
-                        weight_decay=settings.weight_decay, states=settings.states)
+        return mt.AdamW([g for g in groups if g["params"]], lr=settings.lr, betas=(args.adam_beta1, settings.beta2),
+                        eps=args.adam_epsilon, weight_decay=settings.weight_decay, states=settings.states)
 
     more |= {} if reward is None else {"reward_funcs": reward}
     try:
+        args = arguments(settings, bool(len(held)))
         with _left_alone(model):
             trainer = mt.stream_trainer(
-                type(kind.__name__, (OfRows if rows else Streamed, kind), {"run": run}), model,
-                arguments(settings, bool(len(held))), optimizer=adamw, stream_with=how,
-                processing_class=tokenizer, **more)
+                type(kind.__name__, (OfRows if rows else Streamed, kind), {"run": run}), model, args, optimizer=adamw,
+                stream_with=how, processing_class=tokenizer, **more)
     except ValueError as why:                            # of TRL, about arguments that do not go together
         raise MegatrainError(f"{settings.method}: {why}") from None
     return trainer
+
+
+def _as_table(records: list[dict[str, Any]]) -> Any:
+    """For TRL, with the fields of all records: `datasets` takes those of the first, and gives each object of a column
+    the keys of all others, which a template would show."""
+    from datasets import Dataset, Features, Json, Value
+    from trl import extract_prompt
+
+    columns = {name: {type(r[name]) for r in records if r.get(name) is not None} for name in
+               dict.fromkeys(name for r in records for name in r)}
+    if "prompt" in columns:
+        records = [r if "prompt" in r else extract_prompt(r) for r in records]
+    kinds = {name: Value("string") if found == {str} else Value("bool") if found == {bool} else Json()
+             for name, found in columns.items()}
+    none = {"chat_template_kwargs": {}}
+    return Dataset.from_list([{name: none.get(name) if r.get(name) is None else r[name] for name in columns}
+                              for r in records], features=Features(kinds))
 
 
 @contextlib.contextmanager

@@ -152,15 +152,19 @@ def _load(name: str, what: str, read: Callable[[str], Any]) -> Any:
         raise MegatrainError(f"{name}: there is no such folder{near(name)}")
     if path.is_dir() and not any((path / file).is_file() for file in ("config.json", ADAPTER)):
         raise MegatrainError(f"{name} has no config.json: a folder in Hugging Face format, or a run, is needed")
+    hub = importlib.import_module("huggingface_hub.constants")
+    before = hub.HF_HUB_OFFLINE
     try:
         if not path.is_dir() and not hub_answers():
-            importlib.import_module("huggingface_hub.constants").HF_HUB_OFFLINE = True       # its cache has it, or not
+            hub.HF_HUB_OFFLINE = True                # its cache has it, or not
         return read(name)
     except MegatrainError:
         raise
     except Exception as why:                         # what a folder says is run, and raises what it likes
         hint = "" if path.is_dir() else f" (no folder of this name here, so the hub was asked{near(name)})"
         raise MegatrainError(f"{name!r}: no {what} to be had{hint}: {_words(why, path)}") from None
+    finally:
+        hub.HF_HUB_OFFLINE = before                  # the model at the end may be pushed
 
 
 @functools.cache

@@ -131,8 +131,9 @@ def _table(path: Path) -> Iterator[Record | MegatrainError]:
 
 def _row(row: Record, where: str) -> Record | MegatrainError:
     if None in row or None in row.values():              # as DictReader has too many, and too few
-        return MegatrainError(f"{where}: more or fewer fields than names in the first row; a text with commas or line "
-                              "ends stands in \"...\"")
+        more, there = row.pop(None, []), [value for value in row.values() if value is not None]
+        return MegatrainError(f"{where}: {len(there) + len(more)} fields, and {len(row)} names in the first row; a "
+                              "text with commas or line ends stands in \"...\"")
     try:
         return {name: from_json(value, f"{where}: {name}") if name in KNOWN[:2] else value
                 for name, value in row.items()}
@@ -294,6 +295,8 @@ def messages_of(found: list[Any], where: str) -> list[Message]:
         if not isinstance(message, dict) or not {"role"} < message.keys():
             has = ", ".join(map(repr, message)) if isinstance(message, dict) else repr(message)
             raise MegatrainError(f"{where}: message {number} has {has}; `role` and `content` are needed")
+        if not isinstance(message["role"], str):
+            raise MegatrainError(f"{where}: message {number}: role is {kind_of(message['role'])}: a word is needed")
         made.append({k: v for k, v in message.items() if v is not None or k == "content"})
     return made
 

@@ -235,10 +235,10 @@ class Settings:
     @staticmethod
     def of(values: Mapping[str, Any], where: str) -> Settings:
         """Checked settings from names and values. where: for messages."""
-        values, more = dict(values), {}
+        values, more = {str(name): value for name, value in values.items()}, {}
         if (pushed := str(values.get("push_to_hub")).lower()) in ("true", "false"):      # as Trainer has it
-            values["push_to_hub"] = None if pushed == "false" else values.pop(
-                "hub_model_id", Path(values.get("out", values.get("output_dir")) or values.get("model") or "").name)
+            out = values.get("out", values.get("output_dir")) or values.get("model") or ""
+            values["push_to_hub"] = None if pushed == "false" else values.pop("hub_model_id", Path(str(out)).name)
         for name in list(values):
             if (own := SAME.get(name)) and own not in values:
                 values[own] = values.pop(name)

@@ -169,6 +169,8 @@ def _run(trainer: Any, checkpoint: Path | None, began: float) -> None:
             team.first_does(lambda: None)            # all wait for it, which may be writing still
             say(f"stopped at step {trainer.state.global_step}; megatrain resume {run} goes on")
             raise Stopped(stopped)
+    else:
+        trainer.restore(checkpoint)
     team.first_does(lambda: _finish(trainer, time.perf_counter() - began))
 
 
@@ -207,7 +209,7 @@ def _prepared(settings: Settings, team: Team, owned: Owned, checkpoint: Path | N
                 models.lora_config(models.empty(config, settings.base), lora)
         reward = loop.rewards(settings) if settings.method == "grpo" else None
     train, held, identity = team.first_does(lambda: _read(
-        settings, tokenizer, config.model_type, None if new_data or checkpoint is None else owned))
+        settings, tokenizer, config, None if new_data or checkpoint is None else owned))
     with team.as_one():
         settings = settings.for_data(len(train))
         # TRL hashes the weights that it asks before the first step, in each process.
@@ -314,15 +316,15 @@ def _first_line(model: Any, settings: Settings, train: Any, held: Any) -> str:
 
 # ---- the data ------------------------------------------------------------------------------------
 
-def _read(settings: Settings, tokenizer: Any, kind: str, like: Owned | None) -> tuple[Any, Any, dict[str, Any]]:
-    """(what is trained on, what is held out, what tells them from other data). kind: the model's. like: a run that had
-    the same data."""
+def _read(settings: Settings, tokenizer: Any, config: Any, like: Owned | None) -> tuple[Any, Any, dict[str, Any]]:
+    """(what is trained on, what is held out, what tells them from other data). config: the model's. like: a run that
+    had the same data."""
     told = None if like is None else like.data.get("date")
     date = datetime.fromisoformat(told) if isinstance(told, str) else datetime.now().replace(microsecond=0)
     parts, identity = parts_of(settings, tokenizer, date)
     identity |= {"date": date.isoformat()}               # templates may tell the model which day it is
     if settings.method == "sft":
-        parts = data.rows_of(settings, tokenizer, parts, kind)
+        parts = data.rows_of(settings, tokenizer, parts, config)
         identity |= {"rows": "of one document each" if parts[0].alone else "of several documents"}
     if like is not None and (said := data.difference(like.data, identity)):
         raise MegatrainError(f"{said}. Put it back as it was to go on to the same bits; megatrain resume {like.run} "

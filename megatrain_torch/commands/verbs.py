@@ -82,7 +82,7 @@ def evaluate(args: argparse.Namespace) -> None:
     config = models.load_config(source.model)
     settings = settings.for_model(config)
     parts = data.mixed(data.sources(settings, settings.data, tokenizer), settings.seed), []
-    rows, _ = data.rows_of(settings, tokenizer, parts, config.model_type)
+    rows, _ = data.rows_of(settings, tokenizer, parts, config)
     model = models.load(source, settings.dtype).requires_grad_(False)
     model = mt.stream(model, settings.device, vram=settings.vram, host=settings.host, nvme=settings.nvme).eval()
     total, batch = 0.0, data.collate(False)
