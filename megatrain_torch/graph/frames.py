@@ -269,6 +269,10 @@ class ReplayFrame:
     def as_it_was(self) -> Iterator[tuple[Any, Any]]:
         """Inputs, weights and all else as the first run met them; put back after."""
         window, opened, outer = self.window, False, None
+        if self.runtime.given and window._left() is not None:
+            raise MegatrainError(f"{window.name}: it has to run again with its own weights, and others are in their "
+                                 "places: call backward() outside of functional_call, or use "
+                                 "plan={'activations': 'saved'}")
         check_versions(window, self.versions)
         if any(t._version != v for t, v in self.watched):
             raise modified(f"an input of {window.name!r} was changed after its forward; use "

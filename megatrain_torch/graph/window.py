@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
 def refuse_functorch(name: str) -> None:
     if torch._C._functorch.maybe_current_level() is not None:
-        raise MegatrainError(f"{name}: torch.func's transforms know nothing of streamed weights: mt.unstream(model)")
+        raise MegatrainError(f"{name}: torch.func's transforms know nothing of streamed weights: give all weights with "
+                             "torch.func.functional_call, or mt.unstream(model)")
 
 
 class Window:
@@ -154,24 +155,24 @@ class Window:
                 t.__class__, t.__dict__ = DeviceParameter, attributes
         self.expanded.clear()
         for stacked in self.stacks:
-            for r in stacked.records:
-                del bound[r]
-            bound[stacked.records[0]] = Stack(stacked, self, stacked.like)
+            if stacked.records[0] in bound:
+                for r in stacked.records:
+                    bound.pop(r, None)
+                bound[stacked.records[0]] = Stack(stacked, self, stacked.like)
         for whole in self.wholes:
-            if type(bound[whole.records[0]]) is not Stack:
+            if whole.records[0] in bound and type(bound[whole.records[0]]) is not Stack:
                 made = bound[whole.records[0]] = whole.of([bound[r] for r in whole.records])
                 if whole.format.expands:
                     self.expanded[storage_of(made)] = whole
         return bound
 
-    def bind(self) -> dict[Record, Tensor]:
-        """Slot tensors; those of parameters that train are tied to them."""
-        if not self.trainable:
-            return self.bind_leaves()
-        bound = dict(zip(self.trainable, Bind.apply(self.trainable, self.views, *self.params)))
-        if self.frozen:
+    def bind(self, trainable: list[Record], frozen: list[Record]) -> dict[Record, Tensor]:
+        """Slot tensors, of which those of `trainable` are tied to the host parameters."""
+        params = self.params if trainable is self.trainable else [r.param for r in trainable]
+        bound = dict(zip(trainable, Bind.apply(trainable, self.views, *params))) if trainable else {}
+        if frozen:
             with torch.no_grad():
-                bound.update(zip(self.frozen, self.views(self.frozen)))
+                bound.update(zip(frozen, self.views(frozen)))
         return self._together(bound)
 
     def split(self) -> None:
@@ -214,6 +215,12 @@ class Window:
         rt = self.runtime
         if not torch.is_grad_enabled():
             return self.run(args, kwargs, self.bind_leaves())
+        if rt.given and (left := self._left()) is not None:
+            # Running again would be too late for what is in the places of parameters: activations are kept.
+            if left:
+                refuse_functorch(self.name)
+            bound = self.bind([r for r in left if r.was_trainable], [r for r in left if not r.was_trainable])
+            return self.run(*hf_calls.dense((args, kwargs)), bound, SavedFrame(self) if left else None, given=True)
         refuse_functorch(self.name)
         rt.swap.entered()
         if self.head is not None and (out := self.head(args, kwargs)) is not None:
@@ -238,9 +245,17 @@ class Window:
             frame = ReplayFrame(self, args, kwargs, reading)
         else:
             frame = HostFrame(self, args, kwargs, mode) if mode.host else SavedFrame(self)
-        out = self.run(args, kwargs, self.bind(), frame)
+        bound = self.bind(self.trainable, self.frozen) if self.trainable else self.bind_leaves()
+        out = self.run(args, kwargs, bound, frame)
         frame.forward_ended(out, mode)
         return out
+
+    def _left(self) -> list[Record] | None:
+        """Records of the parameters that are in their places; None: all are."""
+        found = [r for m in self.modules for r in getattr(m._parameters, "records", {}).values()]
+        if all(type(r) is Record for r in found):
+            return None
+        return list(dict.fromkeys(r for r in found if type(r) is Record))
 
     def _reading(self, args: Any, kwargs: Any) -> Reading | None:
         """What is known of the call's code; None: it cannot be followed, or nobody can know."""
@@ -264,8 +279,9 @@ class Window:
         except Unreadable:
             return None
 
-    def run(self, args: Any, kwargs: Any, bound: dict[Record, Tensor], frame: Any = None) -> Any:
-        """The module's own forward with these weights bound; `frame` packs what autograd saves."""
+    def run(self, args: Any, kwargs: Any, bound: dict[Record, Tensor], frame: Any = None, given: bool = False) -> Any:
+        """The module's own forward with these weights bound; `frame` packs what autograd saves. given: tensors that are
+        no parameters' are in some places, of which autocast may keep casts."""
         inner = self.inner
         cached_casts = torch.is_autocast_cache_enabled()
         versions = [t._version for t in bound.values()]
@@ -273,7 +289,7 @@ class Window:
             _push(frame.pack, frame.unpack)
         outer = swap_window(bound)
         try:
-            torch.set_autocast_cache_enabled(False)      # it would keep casts of weights that move on
+            torch.set_autocast_cache_enabled(cached_casts and given)     # it would keep casts of weights that move on
             with flat_weights(self.recurrent) if self._recurs else nullcontext():
                 out = inner(*args, **kwargs)
         finally:

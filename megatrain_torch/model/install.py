@@ -88,7 +88,7 @@ def _bind(rt: Runtime, m: nn.Module, records: dict[str, Record]) -> None:
     """The module is part of this runtime's model. records: by the names of its parameters."""
     runtimes[m] = weakref.ref(rt)
     if isinstance(m._parameters, BoundParameters):
-        m._parameters.records.update(records)
+        m._parameters.bind(records)
     elif records:
         m.__dict__["_parameters"] = BoundParameters(m._parameters, records)
 
@@ -221,9 +221,7 @@ def _check_tree(rt: Runtime) -> None:
         return [name for name, p, never in rt.put_later if never or (p.requires_grad and torch.is_grad_enabled())]
 
     if rt.tree_changed or refused():             # what was put in may have been taken out again
-        # What was not there when the model was streamed, and whether it never may be, as another model's.
-        others = [(name, p, getattr(p, "_mt", None)) for name, p in root.named_parameters()]
-        rt.put_later = [(name, p, r is not None) for name, p, r in others if r is None or r.runtime is not rt]
+        rt.put_later = list(_put_later(rt, root))
     if names := refused():
         raise MegatrainError(f"parameter {names[0]!r} was put into the model after mt.stream: "
                              "change the model first (get_peft_model, load_adapter, new heads), then stream "
@@ -238,6 +236,19 @@ def _check_tree(rt: Runtime) -> None:
     for window in rt.windows:
         window.look()
     rt.tree_changed = False
+
+
+def _put_later(rt: Runtime, root: nn.Module) -> Iterator[tuple[str, nn.Parameter, bool]]:
+    """Parameters that were not there when the model was streamed: name, and whether it may never be there, in the place
+    of a streamed one or as another model's."""
+    for prefix, m in root.named_modules():
+        records = m._parameters.records if isinstance(m._parameters, BoundParameters) else {}
+        for name, p in m._parameters.items():
+            # What functional_call has put in the places of parameters is no parameter of the model's.
+            if p is None or (records.get(name, p) is None and not isinstance(p, nn.Parameter)):
+                continue
+            if (other := getattr(p, "_mt", None)) is None or other.runtime is not rt:
+                yield f"{prefix}.{name}".lstrip("."), p, name in records or other is not None
 
 
 # ---- transformers: PreTrainedModel.device says where to put inputs (generate, Trainer): the compute device ----

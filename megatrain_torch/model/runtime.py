@@ -77,6 +77,7 @@ class Runtime:
         self.planning: Planning | None = None                # of a loop that nobody has planned
         self.trace: Any = UNTRACED                           # mt.trace's, while it is on
         self.broken = ""                                     # why it is not to be run: a load or a move failed half-way
+        self.given = 0                                       # places of parameters with something else: functional_call
         # What trials of templates gave, by reading, and why code could not be followed, by window and call.
         self.looked: dict[Any, str] = {}
         self.checkpointing: list[weakref.ref[nn.Module]] = []        # modules whose own checkpointing windows do

@@ -48,27 +48,51 @@ class BoundParameters(WindowDict):
     see the host parameters. Inside a window the slot's tensor is returned, inside a container's forward or a backward
     a lazy copy, elsewhere the host parameter. Pickles and copies as a plain dict.
 
-    A streamed parameter may be taken out and put back (parametrizations); nothing else may stand in its place.
+    Something else in the place of a streamed parameter (torch.func.functional_call) is what reads see then, on the
+    compute device in a forward; the parameter that comes back is streamed as before. `own` has what belongs there, by
+    name; `records` the same, or None where something else is there.
     """
 
-    __slots__ = ("records",)
+    __slots__ = ("own", "records")
 
     def __init__(self, items: dict[str, Any], records: dict[str, Record]) -> None:
         super().__init__(items)
-        self.records = records
+        self.records: dict[str, Record | None] = dict(records)
+        self.own = records
 
-    def outside(self, record: Record, parameter: Any) -> Any:
+    def outside(self, record: Record | None, parameter: Any) -> Any:
         """A read that no open window answers."""
-        return record.runtime.read(record) if inside() or in_backward() != -1 else parameter
+        if not inside() and in_backward() == -1:
+            return parameter
+        if record is not None:
+            return record.runtime.read(record)
+        there = next(iter(self.own.values())).runtime.device
+        return parameter if parameter.device == there else parameter.to(there)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if (record := self.records.get(name)) is not None and value is not record.param:
-            if not _stands_for(record, value):
-                raise MegatrainError(f"{record.name}: a streamed parameter cannot be replaced, as an assignment or "
-                                     "torch.func.functional_call would: write its values (p.copy_), or mt.unstream "
-                                     "the model first")
-            value = record.param
+        own = self.own.get(name)
+        if own is not None:
+            self._leave(name)
+            if value is own.param or _stands_for(own, value):
+                self.records[name], value = own, own.param
+            else:
+                self.records[name] = None
+                own.runtime.given += 1
         dict.__setitem__(self, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        dict.__delitem__(self, name)
+        self._leave(name)
+
+    def _leave(self, name: str) -> None:
+        if name in self.records and self.records.pop(name) is None:
+            self.own[name].runtime.given -= 1
+
+    def bind(self, records: dict[str, Record]) -> None:
+        """Further streamed parameters were put into it."""
+        for name, record in records.items():
+            if name not in self.own:
+                self.own[name] = self.records[name] = record
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (), None, None, iter(self.items())
