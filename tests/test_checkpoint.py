@@ -4,6 +4,7 @@ The C side is tests/c/test_shards.c and test_ledger.c; kill -9 at random moments
 """
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -297,6 +298,46 @@ def test_an_optimizer_that_refuses_its_states_does_so_before_weights_change(tmp_
         mt.load(*pair, tmp_path / "c")
     assert all(torch.equal(a, b) for a, b in zip(before, pair[0].parameters()))
     feed(*pair, grads_for(pair[0], 1))
+
+
+def test_states_of_another_optimizer_are_the_files_own_until_they_are_loaded(tmp_path: Path) -> None:
+    """No copy of them is made to look at a checkpoint, and one to load it."""
+    mt.save(*stepped(torch.optim.AdamW), tmp_path / "c")
+    maps, file = Path("/proc/self/maps"), str(tmp_path / "c" / parts.TRAINING)
+    found = manifest.Checkpoint.open(tmp_path / "c")
+    assert file in maps.read_text()
+    del found
+    pair = stepped(torch.optim.AdamW, steps=0)
+    mt.load(*pair, tmp_path / "c")
+    assert file not in maps.read_text() and pair[1].state
+
+
+def test_states_in_the_form_of_an_earlier_version_are_refused_by_what_to_do(tmp_path: Path) -> None:
+    pair = stepped(torch.optim.AdamW)
+    mt.save(*pair, tmp_path / "c")
+    where = tmp_path / "c" / parts.TRAINING
+    found = manifest.training_of(str(where), True)
+    memory = io.BytesIO()
+    torch.save(found | {"others": {"layers.0.weight": {"step": torch.tensor(2.0)}}}, memory)
+    where.write_bytes(memory.getvalue())
+    body = manifest.read(tmp_path / "c")
+    body["files"][parts.TRAINING] = {"bytes": len(memory.getvalue()), "sha256": manifest.sha256(memory.getvalue())}
+    (tmp_path / "c" / manifest.NAME).write_bytes(manifest.dump(body))
+    other = stepped(torch.optim.AdamW, steps=1)
+    with pytest.raises(mt.MegatrainError, match=r"an earlier version [^$]* mt.load\(model, None, folder\) takes the wei"):
+        mt.load(*other, tmp_path / "c")
+    mt.load(other[0], None, tmp_path / "c")
+    assert all(torch.equal(a, b) for a, b in zip(pair[0].parameters(), other[0].parameters()))
+
+
+def test_progress_of_a_save_and_a_load_is_told(tmp_path: Path) -> None:
+    pair, told = train(make(tmp_path), 0, 1), []
+    done = mt.save(*pair, tmp_path / "c", progress=lambda *p: told.append(p))
+    assert told[-1] == (done.bytes, done.bytes)
+    told.clear()
+    mt.load(*pair, tmp_path / "c", progress=lambda *p: told.append(p))
+    units = len(runtime_of(pair[0]).units)
+    assert told == [(n, units) for n in range(1, units + 1)]
 
 
 # ---- what others read ----

@@ -139,6 +139,20 @@ def test_a_body_with_something_else_in_it_is_refused(folder: Path, target: Any, 
     refused(folder, target)
 
 
+@pytest.mark.parametrize("change, words", [
+    (lambda b: b["parameters"][FIRST].pop("dtype"), f"parameter '{FIRST}' is not as mt.save writes it: it lacks 'dtype'"),
+    (lambda b: b["parameters"][FIRST].update(step=True), f"parameter '{FIRST}' is not as mt.save writes it: step=True"),
+    (lambda b: b["files"][parts.TRAINING].update(bytes=1.5), "file 'training.pt' is not as mt.save writes it: bytes=1.5"),
+    (lambda b: b["files"][parts.TRAINING].pop("sha256"), "file 'training.pt' is not as mt.save writes it: it lacks 'sha256'"),
+    (lambda b: b.update(states="4bit"), "manifest.json is not as mt.save writes it: states='4bit'"),
+    (lambda b: b.pop("skipped_steps"), "manifest.json is not as mt.save writes it: it lacks 'skipped_steps'"),
+    (lambda b: b.update(low_bytes=float("nan")), "manifest.json is not as mt.save writes it: low_bytes=nan")])
+def test_what_is_wrong_is_named_with_its_value(folder: Path, target: Any, change: Callable[[Body], Any],
+                                               words: str) -> None:
+    rewrite(folder, change)
+    assert words in refused(folder, target)
+
+
 def test_files_that_links_lead_out_of_the_folder_to_are_refused(folder: Path, target: Any, tmp_path: Path) -> None:
     for name in (manifest.NAME, parts.TRAINING, "states-00001-of-00007.safetensors"):
         (folder / name).rename(tmp_path / "elsewhere")
@@ -255,7 +269,7 @@ def pickled(value: Any) -> bytes:
 
 
 def changed(folder: Path, **changes: Any) -> bytes:
-    whole = training_of((folder / parts.TRAINING).read_bytes(), "", True)
+    whole = training_of(str(folder / parts.TRAINING), True)
     return pickled({k: v for k, v in (whole | changes).items() if v is not ...})
 
 
@@ -266,12 +280,14 @@ class Strange:
 TRAININGS: dict[str, Callable[[Path], bytes]] = {
     "empty": lambda _: b"", "text": lambda _: b"abc", "cut": lambda f: (f / parts.TRAINING).read_bytes()[:-99],
     "a class": lambda _: pickled(Strange()), "a list": lambda _: pickled([]), "a number": lambda _: pickled(3),
+    "a tensor": lambda _: pickled(torch.zeros(3)),
     "no zip": lambda _: b"\x80\x02." + b"a" * 40,
     **{f"no {name}": lambda f, name=name: changed(f, **{name: ...}) for name in ("random", "scheduler", "extra", "groups")},
     **{f"{name}={value!r}": lambda f, name=name, value=value: changed(f, **{name: value}) for name, value in [
         ("random", 3), ("random", {}), ("random", {"python": 3, "torch": 3}), ("groups", 3), ("groups", [3]),
         ("groups", [{}]), ("groups", [{"params": 3}]), ("groups", [{"params": [3]}]), ("groups", []), ("scheduler", 3),
-        ("scheduler", [1]), ("scheduler", "a")]},
+        ("scheduler", [1]), ("scheduler", "a"), ("groups", [torch.zeros(3)]), ("random_by_rank", torch.zeros(3)),
+        ("others", None), ("others", torch.zeros(3))]},
 }
 
 
@@ -301,7 +317,7 @@ def test_entries_may_come_in_any_order(tmp_path: Path) -> None:
     assert set(tensorfiles.listed(tmp_path / "a.safetensors")) == {"a", "b"}
 
 
-@pytest.mark.parametrize("text, words", [(b"[,]", "line 1 column 2"), (b"\xc3", "utf-8"), (b"9" * 10_000, "digits"),
+@pytest.mark.parametrize("text, words", [(b"[,]", "line 1 column 2"), (b"\xc3", "utf-8"), (b"9" * 10_000, "digits"), (b'{"a": 1, "a": 1}', "'a' is there twice"),
                                          (DEEP, "recursion")], ids=lambda v: repr(v[:20]))
 def test_what_is_no_json_is_named(text: bytes, words: str) -> None:
     with pytest.raises(mt.MegatrainError, match=f"here: .*{words}"):

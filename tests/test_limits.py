@@ -96,6 +96,12 @@ def test_without_a_cgroups_limit_nobody_knows_where_the_memory_ends(hint: dict[s
     assert found(tmp_path, SMALL, hint).short(8 * GIB).what == "the machine"
 
 
+@pytest.mark.parametrize("hint", GROWING, ids=["gvisor", "virtio"])
+def test_a_machine_that_has_grown_beyond_the_cgroups_limit_may_be_full(hint: dict[str, str], tmp_path: Path) -> None:
+    here = found(tmp_path, V2, {"proc/meminfo": f"MemTotal:  {64 << 20} kB\nMemAvailable:  {1 << 20} kB\n"}, hint)
+    assert here.in_all == 30 * GIB and here.short(2 * GIB).what == "the machine"
+
+
 def test_a_cgroups_limit_above_the_memory_promises_none(tmp_path: Path) -> None:
     here = found(tmp_path, V2, SMALL)
     assert here.grows == "" and here.in_all == 2 * GIB and here.short(2 * GIB).what == "the machine"

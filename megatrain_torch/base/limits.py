@@ -152,7 +152,8 @@ def host_limits(proc: Path = Path("/proc"), sysfs: Path = Path("/sys")) -> HostL
     groups, grows = _cgroups(proc, sysfs), _grows(version, sysfs)
     machine = Bound("the machine", total, memory.get("MemAvailable", total), "end other processes, or take a machine "
                     "with more")
-    bounds = groups if groups and grows else [machine, *groups]      # where both, the group alone says how much
+    more = grows and min((g.limit for g in groups), default=0) > total       # then the group alone says how much
+    bounds = groups if more else [machine, *groups]
     soft = re.finditer(r"^Max (.+?)\s{2,}(\S+)\s", _text(proc / "self/limits"), re.MULTILINE)
     limits = {m[1]: int(m[2]) if m[2].isdigit() else None for m in soft}         # None: no limit
     for name, what, used, flag in (("address space", "RLIMIT_AS", "VmSize", "-v"),

@@ -19,9 +19,18 @@ _PLAIN = re.compile(r"[^/\\\0]+")
 def parsed(data: bytes, where: str | Path) -> Any:
     """The value of a JSON text. Raises MegatrainError where it is none."""
     try:
-        return json.loads(data)
+        return json.loads(data, object_pairs_hook=_once)
     except (ValueError, RecursionError) as why:      # numbers of thousands of digits; lists in lists by the thousand
         raise MegatrainError(f"{where}: {shown(why)}") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{shown(name)} is there twice")
+        found[name] = value
+    return found
 
 
 def shown(value: Any) -> str:

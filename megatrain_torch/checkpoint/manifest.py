@@ -18,7 +18,6 @@ import ctypes
 import fcntl
 import glob
 import hashlib
-import io
 import itertools
 import json
 import math
@@ -28,6 +27,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -281,15 +281,18 @@ class Checkpoint:
                 _check_stored(found.tensors, name, DTYPES[about["dtype"]], tuple(about["shape"]), where)
                 if "step" in about:
                     _check_states(found.body, name, found.states, where)
-            found.training = training_of(found.bytes_of(TRAINING), found.where, found.body["optimizer"] is not None)
+            found.compare(TRAINING)
+            found.training = training_of(found.where, found.body["optimizer"] is not None)
         return found
 
     def verify(self, part: int, parts: int) -> None:
         """Reads everything, before anything is changed; of files of tensors one of so many parts."""
         with adding(BROKEN):
             for name, about in self.body["files"].items():
+                if name == TRAINING:                 # when it was opened
+                    continue
                 if "sums" not in about:
-                    self.bytes_of(name)
+                    self.compare(name)
                 elif parts == 1:
                     self.read(name, [])
                 elif blocks := range(part, -(-about["bytes"] // BLOCK), parts):
@@ -300,11 +303,10 @@ class Checkpoint:
         about = self.body["files"][name]
         _core.read_file((str(self.folder / name), about["bytes"], extents), bytes.fromhex(about["sums"]), READERS)
 
-    def bytes_of(self, name: str) -> bytes:
-        data = (self.folder / name).read_bytes()
-        if sha256(data) != self.body["files"][name]["sha256"]:
-            raise MegatrainError(f"{self.folder / name} is not as it was written (its checksum differs)")
-        return data
+    def compare(self, name: str) -> None:
+        with (self.folder / name).open("rb") as f:
+            if hashlib.file_digest(f, "sha256").hexdigest() != self.body["files"][name]["sha256"]:
+                raise MegatrainError(f"{self.folder / name} is not as it was written (its checksum differs)")
 
 
 class Reads:
@@ -337,42 +339,52 @@ def _as_saved(where: str) -> Iterator[None]:
     """A table that lacks something, or has it of another type, is refused by name."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, AttributeError) as why:
-        raise MegatrainError(f"{where} is not as mt.save writes it: {shown(why)}") from None
+    except MegatrainError:
+        raise
+    except Exception as why:                         # tensors of a pickle have errors of their own
+        lacks = "it lacks " * isinstance(why, KeyError)
+        raise MegatrainError(f"{where} is not as mt.save writes it: {lacks}{shown(why)}") from None
 
 
-def _need(where: str, **good: Any) -> None:
+def _need(where: str, found: dict[str, Any], **good: Any) -> None:
     if wrong := [name for name, fits in good.items() if not fits]:
-        raise MegatrainError(f"{where} is not as mt.save writes it: its {wrong[0]}")
+        has = f"{wrong[0]}={shown(found[wrong[0]])}" if wrong[0] in found else f"it lacks {wrong[0]!r}"
+        raise MegatrainError(f"{where} is not as mt.save writes it: {has}")
 
 
 def _check_body(body: Any, where: str) -> None:
     """Raises: MegatrainError: something in it is missing, or is not what it must be."""
     with _as_saved(where):
         states, low = body["states"], body["low_bytes"]
-        lows = (0, 1, 2) if states is None else (LOW_BYTES[states],)
-        _need(where, optimizer=isinstance(body["optimizer"], str | None), low_bytes=type(low) is int and low in lows,
-              skipped_steps=is_count(body["skipped_steps"]), files=TRAINING in body["files"])
+        lows = (0, 1, 2) if states is None else (LOW_BYTES.get(states),)
+        _need(where, body, optimizer=isinstance(body["optimizer"], str | None), states=None not in lows,
+              low_bytes=type(low) is int and low in lows, skipped_steps=is_count(body["skipped_steps"]),
+              files=TRAINING in body["files"])
         for name, about in body["files"].items():
-            tensors = name.endswith(".safetensors")
-            digits, sums = (-(-about["bytes"] // BLOCK) * 16, about["sums"]) if tensors else (64, about["sha256"])
-            inside = strict.is_plain_name(name) and (not tensors or TENSORS.fullmatch(name))
-            _need(f"{where}: file {shown(name)}", name=inside, bytes=is_count(about["bytes"]),
-                  sums=len(sums) == digits and _HEX.fullmatch(sums))
+            with _as_saved(here := f"{where}: file {shown(name)}"):
+                _check_file(name, about, here)
         for name, about in body["parameters"].items():
-            _check_parameter(about, f"{where}: parameter {shown(name)}", body)
+            with _as_saved(here := f"{where}: parameter {shown(name)}"):
+                _check_parameter(about, here, body)
+
+
+def _check_file(name: str, about: dict[str, Any], where: str) -> None:
+    tensors = name.endswith(".safetensors")
+    digits, kind = (-(-about["bytes"] // BLOCK) * 16, "sums") if tensors else (64, "sha256")
+    _need(where, about | {"name": name}, name=strict.is_plain_name(name) and (not tensors or TENSORS.fullmatch(name)),
+          bytes=is_count(about["bytes"]), **{kind: len(about[kind]) == digits and _HEX.fullmatch(about[kind])})
 
 
 def _check_parameter(about: dict[str, Any], where: str, body: dict[str, Any]) -> None:
     kind, shape = about["dtype"], about["shape"]
-    _need(where, dtype=kind in DTYPES, shape=strict.is_shape(shape), key=is_count(about.get("key", 0)))
+    _need(where, about, dtype=kind in DTYPES, shape=strict.is_shape(shape), key=is_count(about.get("key", 0)))
     if "step" in about:
         # Planes that may make the fp32 master of a weight of this type.
         own = {"BF16": "LO" if body["low_bytes"] else "", "F16": "MASTER"}.get(kind, "")
-        _need(where, step=body["states"] is not None and is_count(about["step"]) and about["step"] < STEPS,
+        _need(where, about, step=body["states"] is not None and is_count(about["step"]) and about["step"] < STEPS,
               master=about["master"] in ("", own))
     if "strides" in about:
-        _need(where, strides=strict.is_counts(about["strides"]) and len(about["strides"]) == len(shape))
+        _need(where, about, strides=strict.is_counts(about["strides"]) and len(about["strides"]) == len(shape))
 
 
 # ---- tensors -------------------------------------------------------------------------------------
@@ -404,15 +416,19 @@ def _check_stored(found: dict[str, Stored], name: str, dtype: torch.dtype, shape
 
 # ---- training.pt ---------------------------------------------------------------------------------
 
-def training_of(data: bytes, where: str, has_optimizer: bool) -> dict[str, Any]:
-    """What torch.save wrote there. Raises MegatrainError if it cannot be read, or is not what mt.save writes."""
+def training_of(where: str, has_optimizer: bool) -> dict[str, Any]:
+    """What torch.save wrote there; of "others", which may be large, tensors are the file's, mapped. Raises
+    MegatrainError if it cannot be read, or is not what mt.save writes."""
     try:
-        found = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+        mapped = torch.load(where, weights_only=True, map_location="cpu", mmap=True)
     except Exception as why:                         # a pickle is a program, and its reader raises what it likes
         raise MegatrainError(f"{where} cannot be read: {shown(why)}") from None
+    strict.table(mapped, where)
+    large = {"others": strict.table(mapped["others"], f"{where}: others")} if "others" in mapped else {}
+    found = deepcopy({name: value for name, value in mapped.items() if name not in large}) | large
     with _as_saved(where):
         groups = found["groups"] if has_optimizer else ()
-        _need(where, scheduler="scheduler" in found, extra="extra" in found,
+        _need(where, found, scheduler="scheduler" in found, extra="extra" in found,
               groups=all(isinstance(name, str) for group in groups for name in (*group, *group["params"])))
         for states in (found["random"], *found.get("random_by_rank", ())):
             try:                                     # the run's are set when all else is loaded

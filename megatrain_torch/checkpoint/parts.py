@@ -234,7 +234,7 @@ def _training(opt: torch.optim.Optimizer | None, names: dict[Tensor, str], sched
         whole[what] = value
         _serialised({what: value}, f"{what}: what mt.save is given must be tensors, numbers, strings, and containers "
                                    "of these")
-    return _serialised(whole, "the optimizer's groups")
+    return _serialised(whole, "the optimizer's groups, or states of another than mt.AdamW")
 
 
 def _alone(t: Tensor) -> Tensor:

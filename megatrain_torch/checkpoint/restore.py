@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,7 +64,7 @@ class CheckpointInfo:
 
 
 def inspect_checkpoint(folder: str | Path) -> CheckpointInfo:
-    """Reads what a checkpoint says of itself, without a model; weights and states are not read.
+    """Reads what a checkpoint says of itself, without a model; weights, and states as tensors, are not read.
 
     Raises:
         MegatrainError: a file is missing or cut short, or it is no checkpoint; the message names the file.
@@ -93,7 +94,7 @@ def checkpoint_bytes(model: nn.Module, folder: str | Path, states: str = "fp32")
 
 @calling("mt.load")
 def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path, *, scheduler: Any = None,
-         verify: bool = True, convert: bool = False) -> Any:
+         verify: bool = True, convert: bool = False, progress: Callable[[int, int], None] | None = None) -> Any:
     """Takes a checkpoint of mt.save; returns the `extra` that it was given.
 
     Training goes on with the bits of an uninterrupted run, wherever units lived then and live now. On a GPU that needs
@@ -109,6 +110,7 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         verify: read and compare everything before anything is changed. False: compare while reading; a checkpoint that
             is found broken then leaves a model that refuses to run until one is loaded.
         convert: allow types and formats that hold less, by rounding.
+        progress: called with (units loaded, units in all).
 
     Raises:
         MegatrainError: there is no whole checkpoint, or it is not this model's; or a format that would lose bits.
@@ -135,7 +137,7 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
             raise MegatrainError(f"{source.where}: {type(scheduler).__name__} does not take the "
                                  f"scheduler's state ({type(why).__name__}: {shown(why)}); nothing else was changed"
                                  ) from why
-    found.take()
+    found.take(progress)
     rt.saved_files = parts.loaded(source.folder, source.body, {name: p._mt for p, name in found.names.items()},
                                   source.tensors)
     if opt is not None:
@@ -168,13 +170,13 @@ class _Loading:
         if verify:
             self.source.verify(*(0, 1) if self.rt.ranks is None else (self.rt.ranks.rank, self.rt.ranks.size))
 
-    def take(self) -> None:
+    def take(self, progress: Callable[[int, int], None] | None) -> None:
         rt, opt, source = self.rt, self.opt, self.source
         rt.core.drain()
         if self.ours:
             opt._catch_up()
         elif opt is not None:                # first: its class is a stranger, and may refuse them
-            opt.load_state_dict(self.training["others"])
+            opt.load_state_dict(deepcopy(self.training["others"]))      # it keeps them, and they are the file's
         rt.broken = f"the model is half-loaded: loading {source.folder} failed; load a checkpoint that is whole"
         # As one: what a unit brought to the host is given back, whoever has asked for it; so nobody reads before all
         # have.
@@ -185,9 +187,11 @@ class _Loading:
                 reads.go()
                 for buffer, value in pairs:
                     buffer.copy_(value)
-                for records in rt.units:
+                for done, records in enumerate(rt.units, 1):
                     if own := [r for r in records if r.param in self.names]:     # some may be gone from the model
                         self.unit(own)
+                    if progress is not None:
+                        progress(done, len(rt.units))
             except BaseException as why:     # of one of several ranks, for which all wait: then all fail at once
                 if rt.ranks is not None:
                     with suppress(MegatrainError):       # the engine may be closed
@@ -260,7 +264,8 @@ class _Loading:
         if self.ours and (lacking := [n for g in saved for n in g if "key" not in self.saved[n]]):
             raise MegatrainError(f"{folder / manifest.NAME}: parameter {lacking[0]} has no key: {manifest.BROKEN}")
         if not self.ours and "param_groups" not in training.get("others", {}):
-            raise MegatrainError(f"{where} has no state_dict of {kind_of(self.opt)}: {manifest.BROKEN}")
+            raise MegatrainError(f"{where} has no state_dict of {kind_of(self.opt)}: an earlier version had its states "
+                                 "otherwise; nothing was changed; mt.load(model, None, folder) takes the weights alone")
 
     # ---- a unit at a time ----
 

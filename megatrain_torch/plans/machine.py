@@ -26,7 +26,7 @@ import torch
 from ..base.errors import MegatrainError
 from ..base.limits import host_limits, parse_bytes, show_bytes
 from ..base.modes import moved_bytes, through_up
-from ..base.strict import parsed, shown, table
+from ..base.strict import MOST, parsed, shown, table
 from ..figures.report import as_text
 from .cards import CALLED, CARDS, MEASURED
 
@@ -295,7 +295,7 @@ def _fits(kind: Any, value: Any, zero: bool = False) -> bool:
     parts = get_args(kind)
     if kind in (int, float):
         good = type(value) is int or (kind is float and type(value) is float and math.isfinite(value))
-        return good and (value > 0 or (zero and value == 0))
+        return good and (0 < value <= MOST or (zero and value == 0))
     if get_origin(kind) is not tuple:
         return type(value) is (get_origin(kind) or kind)
     if type(value) is not tuple or (parts[-1] is not ... and len(value) != len(parts)):
@@ -303,8 +303,13 @@ def _fits(kind: Any, value: Any, zero: bool = False) -> bool:
     return all(map(_fits, itertools.repeat(parts[0]) if parts[-1] is ... else parts, value))
 
 
+def _tuples(value: Any) -> Any:
+    """A list, and lists in it, as Machine has them."""
+    return tuple(tuple(v) if isinstance(v, list) else v for v in value) if isinstance(value, list) else value
+
+
 def _from_dict(fields: dict[str, Any]) -> Machine:
-    machine = Machine(**{k: tuple(map(tuple, v)) if isinstance(v, list) else v for k, v in fields.items()})
+    machine = Machine(**{k: _tuples(v) for k, v in fields.items()})
     for name, kind in get_type_hints(Machine).items():
         value = getattr(machine, name)
         good = _fits(kind, value, name in _MAY_BE_ZERO) and (name != "device" or value in ("cuda", "cpu"))
