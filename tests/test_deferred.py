@@ -247,6 +247,11 @@ def test_a_loss_of_16_bit_logits_has_their_type() -> None:
     out = model(batch(0))
     assert F.cross_entropy(out.view(-1, V), batch(0).view(-1)).dtype == torch.bfloat16
     assert F.cross_entropy(out.float().view(-1, V), batch(0).view(-1)).dtype == torch.float32
+    for autocast in (False, True):                       # the CPU's leaves log_softmax in 16 bits
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            types = [model(batch(0)).log_softmax(-1).gather(-1, batch(0).unsqueeze(-1)).dtype for model in (model, made().bfloat16())]
+        assert types[0] == types[1], autocast
+    assert head_code(model) == FUSED
 
 
 def test_no_labels_at_all_is_nan_as_torchs() -> None:
@@ -421,7 +426,8 @@ def test_what_is_wrong_raises_as_torch_does() -> None:
     out = model(batch(0))
     for action in (lambda: F.cross_entropy(out.view(-1, V), batch(0)), lambda: out.view(-1, V + 1),
                    lambda: F.cross_entropy(out.view(-1, V), batch(0).view(-1), label_smoothing=2.0),
-                   lambda: F.cross_entropy(out.view(-1, V), batch(0).view(-1) + V), lambda: out + torch.ones(V + 1)):
+                   lambda: F.cross_entropy(out.view(-1, V), batch(0).view(-1) + V), lambda: out + torch.ones(V + 1),
+                   lambda: model(batch(0)).log_softmax(-1).gather(5, batch(0).unsqueeze(-1))):
         with pytest.raises((RuntimeError, ValueError, IndexError)):
             action()
     F.cross_entropy(out.view(-1, V), batch(0).view(-1)).backward()

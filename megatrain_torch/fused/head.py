@@ -592,10 +592,11 @@ def gather(input: Any, dim: Any, index: Any, **options: Any) -> Tensor | None:
             or options or type(dim) is not int:
         return None
     classes, shape = vocabulary_dim(input._form, input.vocabulary), list(input.shape)
-    if classes is None or dim % len(shape) != classes or list(index.shape) != [
+    if classes is None or dim not in (classes, classes - len(shape)) or list(index.shape) != [
             1 if d == classes else n for d, n in enumerate(shape)]:
         return None
-    return -_loss(Losses, input, classes, index, reduction="none", ignore_index=NO_LABEL).view(index.shape)
+    loss = _loss(Losses, input, classes, index, reduction="none", ignore_index=NO_LABEL)
+    return -loss.view(index.shape).to(input.dtype)       # autocast leaves gather alone
 
 
 # ---- functions that are met above autograd ----
