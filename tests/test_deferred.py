@@ -826,6 +826,30 @@ def test_logits_never_exist_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen.numel >= ids.numel() * V, "the look itself is blind"
 
 
+@pytest.mark.parametrize("cap", [None, 0.4])
+def test_a_mean_of_logits_needs_no_more_memory_than_their_loss(cap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 16 bits: no copies in fp32."""
+    class Bytes(Largest):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and not is_deferred(out) and out.device.type != "meta":
+                self.numel = max(self.numel, out.nbytes)
+            return out
+
+    seen = Bytes()
+    monkeypatch.setattr(head, "chunk_tokens", lambda *_: 128)
+    monkeypatch.setattr(head, "_exactly", lambda _: seen)            # around what is made of hidden states
+    ids, means = torch.randint(0, V, (16, 24)), []
+    for model in (made().bfloat16().float(), streamed(made().bfloat16())):
+        x = model(ids)
+        if deferred := is_deferred(x):
+            x._logits.brief = True
+        x = x[:, :-1].float() * 2 if cap is None else torch.tanh(x[:, :-1] / cap) * cap
+        means.append(float(x.detach().mean()))
+    assert deferred and seen.numel == 128 * V * 2
+    assert means[0] == pytest.approx(means[1], abs=1e-3)
+
+
 def test_the_head_is_fetched_for_the_loss_alone() -> None:
     """Its gradients are made with the loss: backward needs no weights of it."""
     model = streamed(made())

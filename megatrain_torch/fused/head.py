@@ -167,10 +167,12 @@ class Curve(NamedTuple):
         shift = self.shift.to(weight.dtype)
         return shift if bias is None else bias + shift
 
-    def of(self, x: Tensor) -> Tensor:
-        """Of logits x that have the shift, in fp32."""
-        x = x.float() * self.scale
-        return x if self.cap is None else torch.tanh(x) * self.cap
+    def sum(self, x: Tensor) -> Tensor:
+        """Of logits x that have the shift, of all together, in fp32. Writes over x: fp32 copies would be larger than what
+        a loss needs."""
+        if self.cap is None:
+            return x.sum(dtype=torch.float32) * self.scale
+        return x.mul_(self.scale).tanh_().sum(dtype=torch.float32) * self.cap
 
 
 # ---- one call of the head --------------------------------------------------------------------------
@@ -448,8 +450,8 @@ def _mean(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
         weight, bias = logits.weights()
         bias, total = d._curve.shifted(weight, bias), torch.zeros((), dtype=torch.float64, device=d.device)
         rows, _ = _picked(logits.hidden.detach(), d.picked([i for i in range(d.dim()) if i != classes]))
-        for some in rows.split(chunk_tokens(*weight.shape[:1], 4)):
-            total += d._curve.of(F.linear(some, weight, bias)).sum()
+        for some in rows.split(chunk_tokens(weight.shape[0], weight.element_size())):
+            total += d._curve.sum(F.linear(some, weight, bias))
         return (total / d.numel()).to(d.dtype)
 
 
