@@ -168,8 +168,7 @@ class Curve(NamedTuple):
         return shift if bias is None else bias + shift
 
     def sum(self, x: Tensor) -> Tensor:
-        """Of logits x that have the shift, of all together, in fp32. Writes over x: fp32 copies would be larger than what
-        a loss needs."""
+        """Of all logits x, which have the shift, in fp32. Writes over x: fp32 copies are more than a loss has."""
         if self.cap is None:
             return x.sum(dtype=torch.float32) * self.scale
         return x.mul_(self.scale).tanh_().sum(dtype=torch.float32) * self.cap

@@ -15,6 +15,7 @@ import dis
 import functools
 import gc
 import itertools
+import logging
 import operator
 import os
 import re
@@ -34,6 +35,7 @@ from . import hf_calls
 
 # Attributes that number a layer. They are symbols for dynamo: who only passes them on is the same code in all layers.
 NUMBERED = ("layer_idx", "layer_id", "layer_index", "layer_number", "block_idx")
+TELLER = logging.getLogger("torch._subclasses.fake_tensor")      # prints what fails on fake tensors, caught or not
 
 
 class Unreadable(Exception):
@@ -292,8 +294,9 @@ def read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Callable[[G
         Unreadable: dynamo cannot follow it.
     """
     cached()
-    collects, why = gc.isenabled(), ""
+    collects, why, told = gc.isenabled(), "", TELLER.disabled
     gc.disable()
+    TELLER.disabled = True
     try:
         for symbols in (True, False):
             try:
@@ -303,6 +306,7 @@ def read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Callable[[G
             if _SYMBOL not in why:           # else it is read as the code of this one layer
                 break
     finally:
+        TELLER.disabled = told
         gc.collect(0)                        # dynamo's cycles hold the module: all that was made since is young
         if collects:
             gc.enable()

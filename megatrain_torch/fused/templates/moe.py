@@ -331,8 +331,8 @@ class Experts:
         for part in rows.parts(w.groups(self.gu, self.count)):
             x = part.of(b) if gu is None else None
             up = gu[part.span] if x is None else ops.grouped_gemm(x, matrix(self.gu, part.experts), part.offsets)
-            if len(part.token) < count or not self._learns(self.gu, grads):      # of some, rows are gathered again below
-                x = None                     # where fewer others are there
+            if len(part.token) < count or not self._learns(self.gu, grads):
+                x = None                     # of some, rows are gathered again below, where fewer others are there
             dys = part.of(dy)
             act = ops.grouped_gemm_dgrad(dys, matrix(self.down, part.experts), part.offsets)    # for a weight of 1
             dweight = ops.expert_glu_backward(act, up, self.act, self.interleaved, *self._gate_bias(part, w),
