@@ -76,6 +76,8 @@ def parse_args() -> tuple[argparse.Namespace, torch.device]:
     add("--vram", help='the most of the device that may be used, as "24GiB"')
     add("--host", help='the most of host memory that may be used, as "80GiB"')
     args = parser.parse_args()
+    if args.adapt_experts and MODELS[args.model][0] is LlamaConfig:  # of which PEFT says no more than a warning
+        parser.error(f"--adapt-experts: {args.model} has no experts")
     if args.tiny:
         args.seq, args.tokens, args.machine = 64, 128, args.machine or "h200"
     return args, device

@@ -247,6 +247,11 @@ def test_a_loss_of_16_bit_logits_has_their_type() -> None:
     out = model(batch(0))
     assert F.cross_entropy(out.view(-1, V), batch(0).view(-1)).dtype == torch.bfloat16
     assert F.cross_entropy(out.float().view(-1, V), batch(0).view(-1)).dtype == torch.float32
+    for autocast in (False, True):                       # the CPU's leaves log_softmax in 16 bits
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            types = [model(batch(0)).log_softmax(-1).gather(-1, batch(0).unsqueeze(-1)).dtype for model in (model, made().bfloat16())]
+        assert types[0] == types[1], autocast
+    assert head_code(model) == FUSED
 
 
 def test_no_labels_at_all_is_nan_as_torchs() -> None:
@@ -421,7 +426,8 @@ def test_what_is_wrong_raises_as_torch_does() -> None:
     out = model(batch(0))
     for action in (lambda: F.cross_entropy(out.view(-1, V), batch(0)), lambda: out.view(-1, V + 1),
                    lambda: F.cross_entropy(out.view(-1, V), batch(0).view(-1), label_smoothing=2.0),
-                   lambda: F.cross_entropy(out.view(-1, V), batch(0).view(-1) + V), lambda: out + torch.ones(V + 1)):
+                   lambda: F.cross_entropy(out.view(-1, V), batch(0).view(-1) + V), lambda: out + torch.ones(V + 1),
+                   lambda: model(batch(0)).log_softmax(-1).gather(5, batch(0).unsqueeze(-1))):
         with pytest.raises((RuntimeError, ValueError, IndexError)):
             action()
     F.cross_entropy(out.view(-1, V), batch(0).view(-1)).backward()
@@ -818,6 +824,30 @@ def test_logits_never_exist_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     with Largest() as seen:
         model(ids).exp().sum().backward()
     assert seen.numel >= ids.numel() * V, "the look itself is blind"
+
+
+@pytest.mark.parametrize("cap", [None, 0.4])
+def test_a_mean_of_logits_needs_no_more_memory_than_their_loss(cap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 16 bits: no copies in fp32."""
+    class Bytes(Largest):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and not is_deferred(out) and out.device.type != "meta":
+                self.numel = max(self.numel, out.nbytes)
+            return out
+
+    seen = Bytes()
+    monkeypatch.setattr(head, "chunk_tokens", lambda *_: 128)
+    monkeypatch.setattr(head, "_exactly", lambda _: seen)            # around what is made of hidden states
+    ids, means = torch.randint(0, V, (16, 24)), []
+    for model in (made().bfloat16().float(), streamed(made().bfloat16())):
+        x = model(ids)
+        if deferred := is_deferred(x):
+            x._logits.brief = True
+        x = x[:, :-1].float() * 2 if cap is None else torch.tanh(x[:, :-1] / cap) * cap
+        means.append(float(x.detach().mean()))
+    assert deferred and seen.numel == 128 * V * 2
+    assert means[0] == pytest.approx(means[1], abs=1e-3)
 
 
 def test_the_head_is_fetched_for_the_loss_alone() -> None:

@@ -345,6 +345,12 @@ def test_a_plan_with_a_disk_fetches_what_is_on_it_with_its_layer(tmp_path: Path)
     assert "disk+weights" in short.homes.values() and short.vram_bytes <= 4 << 30
 
 
+def test_a_plan_of_a_streamed_mixture_of_codes_is_that_of_the_model() -> None:
+    asked = dict(tokens=24, seq=12, machine="cpu", compute="eager")
+    plan = mt.plan(model_of("qwen3", "eager", "nf4"), **asked)
+    assert mt.plan(streamed(model_of("qwen3", "eager", "nf4")), **asked) == plan
+
+
 @pytest.mark.parametrize("home", ["disk", "disk+weights"])
 def test_a_plan_and_the_model_have_the_same_slots_with_a_disk(home: str, tmp_path: Path) -> None:
     model = model_of("gpt-oss", "eager", "mxfp4")

@@ -336,10 +336,13 @@ def test_an_adapter_of_experts_adds_at_most_two_matrices_at_once_and_plans_count
     gate_up, down = 4 * 32 * zoo.H, 4 * 16 * zoo.H
     assert sorted(made) == sorted([gate_up, down] * 2 * len(codes(model))), "once in a forward, once in a backward"
     monkeypatch.undo()
-    with_codes, bare = (shapes.shapes_of(build().bfloat16())("fp32").windows[1]
-                        for build in (on_experts("qwen3_moe"), OF_EXPERTS["qwen3_moe"][0]))
-    adapters = 4 * 4 * (zoo.H + 32 + 16 + zoo.H)
+    build = on_experts("qwen3_moe")
+    assert shapes.shapes_of(build(), dtype=torch.bfloat16)("fp32") == shapes.shapes_of(build().bfloat16())("fp32")
+    of, plain = (shapes.shapes_of(make().bfloat16()) for make in (build, OF_EXPERTS["qwen3_moe"][0]))
+    with_codes, bare, some = of("fp32").windows[1], plain("fp32").windows[1], of("fp32", 1).windows[1]
+    adapters = 4 * 8 * (zoo.H + 32 + 16 + zoo.H)         # of rank 4, filled up
     assert with_codes.template.expanded == (2 * (gate_up + down + adapters), 3 * 2 * (gate_up + down))
+    assert some.template.expanded[0] == 2 * ((gate_up + down) // 4 + adapters), "those of all experts are there"
     assert with_codes.dense == (2 * 2 * (gate_up + down), 2 * (gate_up + down)) and bare.template.expanded == (0, 0)
     folded = [(p.fan_in, p.fan_out, p.rows) for p in with_codes.products if p.part == "folded"]
     assert sorted(folded) == sorted([(zoo.H, 4, 2.0), (4, 32, 2.0), (16, 4, 2.0), (4, zoo.H, 2.0)])

@@ -202,6 +202,9 @@ def test_what_a_trainers_loss_takes_of_the_device_is_counted(trained: bool) -> N
     assert tiles.vram["work"] >= 2048 * 4096 * 2 + trained * (wide + weight) and pairs.seconds > own.seconds
     trl_losses.losses[model] = trl_losses.loss_of(OfPairs)
     assert mt.plan(model, **fixed).vram == pairs.vram, "of the trainer that mt.stream_trainer made"
+    for no_class in ("orpo", OfPairs()):
+        with pytest.raises(mt.MegatrainError, match="give the trainer's class"):
+            mt.plan(model, trainer=no_class, **fixed)
     assert trl_losses.loss_of(trl.RewardTrainer) == "" and mt.plan(model, trainer=trl.RewardTrainer, **fixed).vram == own.vram
 
 

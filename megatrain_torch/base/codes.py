@@ -139,8 +139,8 @@ class Strand(nn.Parameter):
 
 
 def owner_of(p: nn.Parameter) -> nn.Parameter:
-    """The parameter that a strand is of; others are their own."""
-    return p.of[0] if type(p) is Strand else p
+    """The parameter that a strand is of; others are their own. Of a streamed weight it is a strand by what it has."""
+    return p.of[0] if hasattr(p, "of") else p
 
 
 def multiplies(module: nn.Module, dtype: torch.dtype) -> str:

@@ -167,10 +167,11 @@ class Curve(NamedTuple):
         shift = self.shift.to(weight.dtype)
         return shift if bias is None else bias + shift
 
-    def of(self, x: Tensor) -> Tensor:
-        """Of logits x that have the shift, in fp32."""
-        x = x.float() * self.scale
-        return x if self.cap is None else torch.tanh(x) * self.cap
+    def sum(self, x: Tensor) -> Tensor:
+        """Of all logits x, which have the shift, in fp32. Writes over x: fp32 copies are more than a loss has."""
+        if self.cap is None:
+            return x.sum(dtype=torch.float32) * self.scale
+        return x.mul_(self.scale).tanh_().sum(dtype=torch.float32) * self.cap
 
 
 # ---- one call of the head --------------------------------------------------------------------------
@@ -448,8 +449,8 @@ def _mean(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
         weight, bias = logits.weights()
         bias, total = d._curve.shifted(weight, bias), torch.zeros((), dtype=torch.float64, device=d.device)
         rows, _ = _picked(logits.hidden.detach(), d.picked([i for i in range(d.dim()) if i != classes]))
-        for some in rows.split(chunk_tokens(*weight.shape[:1], 4)):
-            total += d._curve.of(F.linear(some, weight, bias)).sum()
+        for some in rows.split(chunk_tokens(weight.shape[0], weight.element_size())):
+            total += d._curve.sum(F.linear(some, weight, bias))
         return (total / d.numel()).to(d.dtype)
 
 
@@ -592,10 +593,11 @@ def gather(input: Any, dim: Any, index: Any, **options: Any) -> Tensor | None:
             or options or type(dim) is not int:
         return None
     classes, shape = vocabulary_dim(input._form, input.vocabulary), list(input.shape)
-    if classes is None or dim % len(shape) != classes or list(index.shape) != [
+    if classes is None or dim not in (classes, classes - len(shape)) or list(index.shape) != [
             1 if d == classes else n for d, n in enumerate(shape)]:
         return None
-    return -_loss(Losses, input, classes, index, reduction="none", ignore_index=NO_LABEL).view(index.shape)
+    loss = _loss(Losses, input, classes, index, reduction="none", ignore_index=NO_LABEL)
+    return -loss.view(index.shape).to(input.dtype)       # autocast leaves gather alone
 
 
 # ---- functions that are met above autograd ----

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..base import patches
+from ..base.errors import MegatrainError
 from .head import DeferredLogits
 
 # Of ORPOTrainer and CPOTrainer, and the function that their modules import; seen in TRL 1.16.
@@ -25,7 +26,9 @@ losses: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 def loss_of(kind: Any) -> str:
     """Of a class of trainers: ODDS, two uses of the model's logits; TILES, a head of TRL's; OWN, the model's loss."""
-    mro = kind.__mro__ if isinstance(kind, type) else ()
+    if not isinstance(kind, type):
+        raise MegatrainError(f"trainer={kind!r}: give the trainer's class, such as ORPOTrainer")
+    mro = kind.__mro__
     if any(FORWARD in vars(k) for k in mro):
         return ODDS
     tiled = any(hasattr(sys.modules.get(k.__module__), "add_fused_lm_head") for k in mro)

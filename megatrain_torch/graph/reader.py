@@ -15,6 +15,7 @@ import dis
 import functools
 import gc
 import itertools
+import logging
 import operator
 import os
 import re
@@ -34,6 +35,7 @@ from . import hf_calls
 
 # Attributes that number a layer. They are symbols for dynamo: who only passes them on is the same code in all layers.
 NUMBERED = ("layer_idx", "layer_id", "layer_index", "layer_number", "block_idx")
+TELLER = logging.getLogger("torch._subclasses.fake_tensor")      # prints what fails on fake tensors, caught or not
 
 
 class Unreadable(Exception):
@@ -293,10 +295,11 @@ def read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Callable[[G
         Unreadable: dynamo cannot follow it.
     """
     cached()
-    collects, why = gc.isenabled(), ""
+    collects, why, told = gc.isenabled(), "", TELLER.disabled
     gc.disable()
     for t in wide:
         torch._dynamo.mark_static(t, t.dim() - 1)
+    TELLER.disabled = True
     try:
         for symbols in (True, False):
             try:
@@ -309,6 +312,7 @@ def read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Callable[[G
         for t in wide:                       # these are the user's
             for name in ("_dynamo_static_indices", "_has_dynamo_dim_marking"):
                 vars(t).pop(name, None)
+        TELLER.disabled = told
         gc.collect(0)                        # dynamo's cycles hold the module: all that was made since is young
         if collects:
             gc.enable()

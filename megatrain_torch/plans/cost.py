@@ -233,11 +233,12 @@ class _Run:
             return Cost(forward, {"saved": backward}, self.launch_s(8 * chunks), {"saved": self.launch_s(8)},
                         {"saved": rows}, {"saved": logits + rows + sums})
         # A loss of half of the rows, whose gradients wait for backward, and losses of all rows (head.Losses), for which
-        # backward makes logits again. Then the weight's two gradients are added up.
+        # backward makes logits again, of rows picked into memory of their own; and means of logits. Then the weight's
+        # two gradients are added up.
         sums = max(sums, trained * w.itemsize)
-        return Cost(forward / 2 + self.products_s(w.products, tokens), {"saved": forward + backward},
+        return Cost(forward / 2 + 2 * self.products_s(w.products, tokens), {"saved": forward + backward},
                     self.launch_s(16 * chunks), {"saved": self.launch_s(8 * chunks)},
-                    {"saved": 2 * rows + sums}, {"saved": max(logits, trained * w.itemsize) + rows + sums})
+                    {"saved": 2 * rows + sums}, {"saved": max(logits, trained * w.itemsize) + 2 * rows + sums})
 
     def tiled_head(self) -> Cost:
         """TRL's: a copy of the weight stays from forward to backward, which makes each tile of logits again. Gradients

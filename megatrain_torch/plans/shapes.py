@@ -155,7 +155,10 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
     are asked. A config without a dtype of its own is taken for bf16. Raises MegatrainError where it is neither; for
     `layers`, `base` or `adapter` with a module; and as mt.from_pretrained of `base`."""
     check_dtype(dtype)
-    loss = losses.get(model, OWN) if isinstance(model, nn.Module) and trainer is None else loss_of(trainer)
+    if trainer is not None:
+        loss = loss_of(trainer)
+    else:
+        loss = losses.get(model, OWN) if isinstance(model, nn.Module) else OWN
     if layers is not None:
         check_count(layers, "layers")
     if base is not None or adapter is not None:         # what mt.from_pretrained makes of such a checkpoint
@@ -205,14 +208,14 @@ def _in_pieces(w: Window, module: nn.Module, experts: int) -> Window:
                                 tiled=(math.floor(each * (1 - share)), 0, 0), parts=-(-count // experts))
     else:
         t = None
-    return dataclasses.replace(w, template=t, dense=_dense(module, experts))
+    return dataclasses.replace(w, template=t, dense=_dense(module, w.itemsize, experts))
 
 
-def _dense(module: nn.Module, experts: int = 0) -> tuple[int, int]:
+def _dense(module: nn.Module, item: int, experts: int = 0) -> tuple[int, int]:
     """Bytes of weights that a module's own code makes, as codes.dense_bytes has them: of codes, and what PEFT adds up,
-    to which a gradient as large belongs."""
+    to which a gradient as large belongs. item: bytes of a weight."""
     at_once, kept = dense_bytes(module, experts)
-    sums = sum(p.numel() * p.dtype.itemsize for p in (m.get_param() for m in wrapped_parameters(module)))
+    sums = item * sum(m.get_param().numel() for m in wrapped_parameters(module))
     return at_once + 2 * sums, kept + sums
 
 
@@ -314,7 +317,7 @@ def _window(root: nn.Module, configs: list[Any], name: str, module: nn.Module, u
                   _attribute([], module, ("sliding_window",), 0),
                   sum(p.numel() for n, p in parameters.items() if n not in matrices and id(p) not in tables),
                   sum(p.numel() for p in parameters.values() if id(p) in tables and not head), item, learns,
-                  dense=_dense(module), made=dense_bytes(module)[0], why=why * (kind == "layer"),
+                  dense=_dense(module, item), made=dense_bytes(module)[0], why=why * (kind == "layer"),
                   writes=bool(getattr(window_of(module), "writes", "")),
                   spelled=kind == "layer" and getattr(config, "_attn_implementation", None) == "eager")
 

@@ -7,7 +7,6 @@ numbers (values.py). What it finds holds for as long as the reading's guards do.
 from __future__ import annotations
 
 import itertools
-import logging
 import operator
 import re
 import types
@@ -30,8 +29,6 @@ from ..templates.moe import Facts
 from ..templates.parts import Linears, Norm, Unfit, roles_of
 from .experts import expert_rows, experts_down, opaque_ops
 from .values import Values, attention, linear, operands, repeated
-
-TELLER = logging.getLogger("torch._subclasses.fake_tensor")
 
 # ---- forms, in which models write a part down: definitions in plain torch ------------------------------
 # Those of one style or kind have one meaning; they differ in what is rounded when, or in how it is spelled. Which form
@@ -228,13 +225,10 @@ class Proof(torch.fx.Interpreter):
     def choose(self, what: str, candidates: Iterable[Any], run: Callable[[Any], Any]) -> tuple[Any, Any]:
         """The first candidate of which `run` gives what the module's own code has too, and that; else Unfit."""
         for candidate in candidates:
-            before, TELLER.disabled = TELLER.disabled, True  # torch prints what fails on fake tensors, caught or not
             try:
                 out = run(candidate)
             except (RuntimeError, IndexError, Unfit):        # sizes, or parts, that are not for this form
                 continue
-            finally:
-                TELLER.disabled = before
             if all(self.values.of(t) < self.known for t in (out if isinstance(out, tuple) else (out,))):
                 return candidate, out
         raise Unfit(f"{what}: {self.difference()}")

@@ -144,12 +144,12 @@ class Decoder(Template):
         if self.routes:                      # of all rows only inputs' gradients are there at once, [R, H]
             e = m.experts
             stacks = {n: e.count * fan_in * fan_out * item for n, (fan_in, fan_out) in e.widths.items()}
-            # What is made of codes or with adapters is there together, and so are adapters in the layer's type. To add
-            # one's product to a matrix reads and writes that twice.
-            made = sum(size for n, size in stacks.items() if n in self.codings or n in e.adapters) \
-                + sum(e.count * adapter.rank * sum(e.widths[n]) * item for n, adapter in e.adapters.items())
-            expanded = sum(size * (3 if n in e.adapters else n in self.codings) for n, size in stacks.items())
+            # What is made of codes or with adapters is there together, and so are adapters in the layer's type, those
+            # of all experts. To add one's product to a matrix reads and writes that twice.
+            made = sum(size for n, size in stacks.items() if n in self.codings or n in e.adapters)
             experts = e.count, made, m.router.top_k * (4 * e.inter + h) * item
+            made += sum(e.count * adapter.wide * sum(e.widths[n]) * item for n, adapter in e.adapters.items())
+            expanded = sum(size * (3 if n in e.adapters else n in self.codings) for n, size in stacks.items())
         else:
             tiled = 3 * m.down.inputs * item, m.tile(item), 4 * (m.gu.numel + m.down.numel)
         if tiled[0] and item == 2 and a.walks:

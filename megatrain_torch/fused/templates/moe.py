@@ -207,8 +207,7 @@ class Matrices:
 
     Attributes:
         factors: by the name of a stack A [E, r, K] and B [E, N, r], in the layer's type and in memory of their own,
-            since what lies in a slot may move on. Zeros fill the rank up to a multiple of eight: one launch for all
-            experts takes no others.
+            since what lies in a slot may move on. Zeros fill the rank up (Adapter.wide).
     """
 
     def __init__(self, experts: Experts, w: Weights, dtype: torch.dtype) -> None:
@@ -216,7 +215,7 @@ class Matrices:
         self._sums: dict[str, tuple[range, Tensor]] = {}
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}
         for name, adapter in experts.adapters.items():
-            count, r, wide = experts.count, adapter.rank, -(-adapter.rank // 8) * 8
+            count, r, wide = experts.count, adapter.rank, adapter.wide
             a, b = w[adapter.a].view(count, r, -1), w[adapter.b].view(-1, r, count).permute(2, 0, 1)
             of_a = a.new_zeros(count, wide, a.shape[2], dtype=dtype)
             of_b = b.new_zeros(count, b.shape[1], wide, dtype=dtype)
@@ -333,7 +332,7 @@ class Experts:
             x = part.of(b) if gu is None else None
             up = gu[part.span] if x is None else ops.grouped_gemm(x, matrix(self.gu, part.experts), part.offsets)
             if len(part.token) < count or not self._learns(self.gu, grads):
-                x = None                     # of some experts they are gathered again below, where fewer rows are there
+                x = None                     # of some, rows are gathered again below, where fewer others are there
             dys = part.of(dy)
             act = ops.grouped_gemm_dgrad(dys, matrix(self.down, part.experts), part.offsets)    # for a weight of 1
             dweight = ops.expert_glu_backward(act, up, self.act, self.interleaved, *self._gate_bias(part, w),

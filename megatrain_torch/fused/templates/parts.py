@@ -265,6 +265,11 @@ class Adapter(NamedTuple):
     scale: float
     rounds: bool
 
+    @property
+    def wide(self) -> int:
+        """Its rank, filled up: one launch for all experts takes multiples of eight alone."""
+        return -(-self.rank // 8) * 8
+
 
 def _lora(name: str, module: Any) -> tuple[list[Adapter], list[str]]:
     """What the adapters of PEFT's wrapper `module` add, and the names of all parameters that they have, those that are
