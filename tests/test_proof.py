@@ -158,6 +158,12 @@ def without(y: Tensor) -> Tensor:
         return y.mul_(1.0)
 
 
+def by_its_detached_self(y: Tensor) -> Tensor:
+    z = y.new_empty(y.shape)
+    z.detach().copy_(y)
+    return z
+
+
 def cast(x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return y + F.linear(x, weight.diag()).float() * 0
@@ -252,6 +258,13 @@ ADVERSARIES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "a clock in its backward": lambda self, x, y: Late.apply(y),
     "what is frozen": lambda self, x, y: FrozenMatters.apply(y, self.weight),
     "a wrong gradient of a weight": lambda self, x, y: Doubled.apply(self.weight) * 0 + y,
+    "numbers for nobody": lambda self, x, y: (torch.rand(1), y)[1],
+    "a gradient that a weight has": lambda self, x, y: y if self.weight.grad is None else y * 2,
+    "turned in place": lambda self, x, y: (y.view(y.shape).transpose_(1, 1), y)[1],
+    # After these there is no gradient.
+    "written where it is detached": lambda self, x, y: by_its_detached_self(y),
+    "detached by a copy": lambda self, x, y: torch.asarray(y, requires_grad=False),
+    "no gradients from now on": lambda self, x, y: (torch.set_grad_enabled(False), y)[1],
 }
 
 
@@ -327,13 +340,14 @@ def judged() -> dict[str, str]:
             return x
 
     model = Norms()
-    for norm, body in zip(model.norms, [*ADVERSARIES.values(), lambda self, x, y: y]):
+    for norm, body in zip(model.norms, [lambda self, x, y: y, *ADVERSARIES.values()]):
         norm.__class__ = type("Own", (Norm,), {"forward": lambda self, x, body=body: body(self, x, self.normed(x))})
     names = [f"norms.{i}" for i in range(len(model.norms))]
     model = mt.stream(model, "cpu", compute="fused", units=["first", *names])
-    model(torch.randn(2, 12, 16)).square().mean().backward()
+    with torch.enable_grad():                # one of them turns it off
+        model(torch.randn(2, 12, 16))
     found = {w.name: w.code for w in runtime_of(model).windows}
-    return dict(zip([*ADVERSARIES, "nothing"], map(found.get, names)))
+    return dict(zip(["nothing", *ADVERSARIES], map(found.get, names)))
 
 
 @parity.LONG

@@ -415,6 +415,8 @@ def _kept(put: Sequence[object], kinds: set[type], writes: str, entries: Sequenc
             kinds.add(entry.value if isinstance(entry.value, type) else type(entry.value))
         weights = name.endswith(("._parameters", "._buffers")) or _WEIGHT.search(name) is not None
         weights = weights and entry.guard_type != "HASATTR"
+        if name.endswith(".grad") and _WEIGHT.search(name.removesuffix(".grad")):        # where it is, no guard knows
+            raise Unreadable(f"it reads {_in_words(name)}")
         if entry.guard_type in ("EQUALS_MATCH", "CONSTANT_MATCH") and entry.has_value:
             try:
                 hash(entry.value)

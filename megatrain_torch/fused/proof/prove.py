@@ -187,6 +187,7 @@ class Proof(torch.fx.Interpreter):
     def __init__(self, graph: Graph, named: dict[int, tuple[str, Tensor]]) -> None:
         """named: by id of real tensors, weights, inputs and buffers, what they are called."""
         super().__init__(graph.module, garbage_collect_values=False)
+        self.extra_traceback = False         # else Unfit would say the node as well
         self.read, self.values, self.known = graph, Values(), 0
         self.gathered: list[int] = []
         self._named, self._atoms = named, {}
@@ -480,8 +481,10 @@ def _sizes(graph: Graph) -> dict[Any, Any]:
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and value.node.expr.free_symbols \
                 and node.op not in ("placeholder", "output") and node.target not in _EXACT:
             raise Unfit(f"it computes with its sizes: {node.target}")
-    primes = dict(zip(sorted(symbols, key=lambda s: (symbols[s], str(s))), _PRIMES))
-    if not all(n.expr.free_symbols <= primes.keys() for n in read) or any(str(p) in code for p in primes.values()) \
+    fixed = {n for _, v in graph.inputs.values() if isinstance(v, Tensor) for n in v.shape if type(n) is int}
+    free = (p for p in _PRIMES if str(p) not in code and p not in fixed)
+    primes = dict(zip(sorted(symbols, key=lambda s: (symbols[s], str(s))), free))
+    if not all(n.expr.free_symbols <= primes.keys() for n in read) \
             or not all(p in env.var_to_range[s] for s, p in primes.items()) \
             or not all(env.replace(guard.expr).xreplace(primes) == sympy.true for guard in env.guards):
         raise Unfit("it asks more of its sizes than primes have")
@@ -494,7 +497,8 @@ def _shows_its_gradient(target: Any) -> bool:
     if isinstance(target, OpOverload | OpOverloadPacket):
         return str(target).startswith("aten.")
     home = getattr(target, "__module__", None) or "torch"
-    return (home.partition(".")[0] in ("torch", "_operator", "builtins", "math") and target is not setattr
+    return (home.partition(".")[0] in ("torch", "_operator", "builtins", "math")
+            and target not in (setattr, torch.asarray)       # which detaches only what has a gradient: here nothing has
             and not isinstance(target, HigherOrderOperator) and not home.startswith("torch._dynamo")
             and "autograd" not in home)
 
@@ -529,6 +533,8 @@ def prove(graph: Graph | None, template: Template, module: nn.Module, weights: d
         out = proof.run(*graph.real.values())
         if not isinstance(out, tuple | list) or len(out) != 1 or not isinstance(out[0], Tensor):
             raise Unfit("its forward gives something else than one tensor")
+        if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+            raise Unfit("it leaves gradients off, or autocast on, for what comes after it")
         return out[0]
 
     try:

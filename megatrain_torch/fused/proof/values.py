@@ -68,6 +68,7 @@ class Values(TorchDispatchMode):
         self._tensors: dict[int, tuple[Tensor, int]] = {}      # by id, which is not given anew while these are kept
         self._seen_by: dict[int, dict[int, Tensor]] = {}       # by storage, the tensors over it
         self._outlive: set[int] = set()                        # storages of atoms
+        self._roots: dict[int, int] = {}                       # by id of a tensor, the detached one that it comes from
         self.symbols: dict[str, str] = {}                      # by size in a run, what stands for it
 
     def number(self, key: Key | int, shape: Shape) -> int:
@@ -142,6 +143,8 @@ class Values(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise Unfit(f"it takes random numbers, by {func._schema.name}")
         if func._schema.is_mutable:
             return self._write(func, args, kwargs)
         out = func(*args, **kwargs)
@@ -158,7 +161,14 @@ class Values(TorchDispatchMode):
         read = () if func.overloadpacket in _CUT_OFF else (args, kwargs)
         for t, number in zip(parts, self.numbers(made, *read)):
             self.put(t, number)
+            first = id(args[0]) if args else 0
+            self._roots[id(t)] = id(t) if func.overloadpacket is aten.detach else self._roots.get(first, 0)
         return out
+
+    def _near(self, a: Tensor, b: Tensor) -> bool:
+        """Of two over the same memory: does autograd see what is written by the one in the other? Not where one of them
+        was detached; values are the same all the same."""
+        return self._roots.get(id(a), 0) == self._roots.get(id(b), 0)
 
     def _operand(self, a: Any) -> Any:
         """An argument as a part of an expression."""
@@ -182,16 +192,18 @@ class Values(TorchDispatchMode):
         """A write in place is its function's expression, and the target's number from then on."""
         target, name = args[0], func._schema.name
         base = name.removeprefix("aten::").removesuffix("_")
-        if not name.startswith("aten::") or not name.endswith("_") or base == "detach" or "out" in kwargs \
-                or not isinstance(target, Tensor):
+        if not name.startswith("aten::") or not name.endswith("_") or torch.Tag.inplace_view in func.tags \
+                or "out" in kwargs or not isinstance(target, Tensor):
             raise Unfit(f"it runs {name}, which writes into its arguments")
         memory = target.untyped_storage()._cdata
         if memory in self._outlive:
             raise Unfit(f"it writes by {name} into an input, a weight or a buffer")
-        if self.learns(target) and not torch.is_grad_enabled():      # autograd would go by what was there before
-            raise Unfit(f"it writes by {name}, under no_grad(), into what has a gradient")
         beside, mine = list(self._seen_by[memory].values()), self.of(target)
-        if not all(self.of(other) == mine and other.shape == target.shape for other in beside):
+        if any(self.learns(t) and not (torch.is_grad_enabled() and self._near(t, target)) for t in beside):
+            # Autograd would go by what was there before.
+            raise Unfit(f"it writes by {name}, under no_grad() or detached, into what has a gradient")
+        if not all(self.of(other) == (mine if self._near(other, target) else self.held[mine])
+                   and other.shape == target.shape for other in beside):
             return self._write_columns(func, args, kwargs, [t for t in beside if t is not target])
 
         def made() -> Iterator[tuple[Key | int, Shape]]:
@@ -202,13 +214,14 @@ class Values(TorchDispatchMode):
         (number,) = self.numbers(made, args, kwargs)
         out = func(*args, **kwargs)
         for other in (*beside, target, out):     # whoever has the same memory sees it
-            self.put(other, number)
+            self.put(other, number if self._near(other, target) else self.held[number])
         return out
 
     def _write_columns(self, func: Any, args: Any, kwargs: Any, others: list[Tensor]) -> Any:
         """A copy into some columns of a tensor, of which other columns may have been looked at."""
         target = args[0]
-        whole = next((t for t in others if _columns(target, t) and t.shape != target.shape), None)
+        near = [t for t in others if self._near(t, target) and t.shape != target.shape]
+        whole = next((t for t in near if _columns(target, t)), None)
         begin, end = _columns(target, whole) if whole is not None else (0, 0)
         places = [_columns(t, whole) for t in others] if whole is not None else []
         # They are all the whole, or columns of it that are none of the target's.
@@ -224,7 +237,8 @@ class Values(TorchDispatchMode):
         number, renewed = self.numbers(made, args[1], whole)
         out = func(*args, **kwargs)
         for t in (*(t for t in others if t.shape == whole.shape), target, out):
-            self.put(t, number if t is target or t is out else renewed)
+            found = number if t is target or t is out else renewed
+            self.put(t, found if self._near(t, target) else self.held[found])
         return out
 
     def _copied(self, source: Tensor, target: Tensor) -> Key | int:
