@@ -361,6 +361,13 @@ def test_a_module_with_something_of_its_own_runs_its_own_code(what: str, judged:
         or judged[what].startswith("its own (it "), judged[what]
 
 
+def test_a_refusal_leaves_no_autocast_on(judged: dict[str, str]) -> None:
+    """Inside one, torch keeps copies of weights in 16 bits, also over their updates."""
+    assert "autocast" in judged["autocast inside"]
+    deep = torch.autocast_increment_nesting()
+    assert (deep, torch.autocast_decrement_nesting(), torch.is_autocast_enabled("cpu")) == (1, 0, False)
+
+
 @pytest.mark.parametrize("what", WHERE)
 def test_a_condition_is_looked_at_before_each_call(what: str, judged: dict[str, str], monkeypatch: pytest.MonkeyPatch
                                                    ) -> None:

@@ -190,6 +190,7 @@ class Proof(torch.fx.Interpreter):
         self.extra_traceback = False         # else Unfit would say the node as well
         self.read, self.values, self.known = graph, Values(), 0
         self.gathered: list[int] = []
+        self._entered: list[Any] = []        # modes, such as autocast, that the graph is in
         self._named, self._atoms = named, {}
         self._fakes = {id(t): graph.inputs[name][1] for name, t in graph.real.items() if isinstance(t, Tensor)}
         self._sizes = _sizes(graph)
@@ -217,7 +218,12 @@ class Proof(torch.fx.Interpreter):
         self.gathered.clear()
         device = next((t.device.type for t in self._fakes.values()), "cpu")
         with torch.enable_grad(), torch.autocast(device, enabled=False), self.read.fake, self.values:
-            return [self.values.of(run()), *self.gathered]
+            try:
+                return [self.values.of(run()), *self.gathered]
+            finally:
+                # Refused half way, it is in them still: autocast would keep its copies of weights for good.
+                while self._entered:
+                    self._entered.pop().__exit__(None, None, None)
 
     def gather(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         self.gathered += map(self.values.of, tensors)
@@ -274,7 +280,12 @@ class Proof(torch.fx.Interpreter):
             return self.gather(*args)
         if not _shows_its_gradient(target):
             raise Unfit(f"it calls {getattr(target, '__name__', target)}, whose gradient may be anything")
-        return super().call_function(target, args, kwargs)
+        out, name = super().call_function(target, args, kwargs), getattr(target, "__name__", "")
+        if name.startswith("_enter_"):
+            self._entered.append(out)
+        elif name.startswith("_exit_"):
+            self._entered.remove(args[0])
+        return out
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         raise Unfit(f"it calls {target}, into which dynamo did not look")
