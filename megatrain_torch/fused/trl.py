@@ -13,12 +13,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..base import patches
 from ..base.errors import MegatrainError
 from .head import DeferredLogits
 
-# Of ORPOTrainer and CPOTrainer, and the function that their modules import; seen in TRL 1.16.
-FORWARD, LOGPS = "concatenated_forward", "selective_log_softmax"
+FORWARD = "concatenated_forward"     # of ORPOTrainer and CPOTrainer; seen in TRL 1.16
 OWN, ODDS, TILES = "", "odds", "tiles"
 # Of models that trainers have: what plans count (plans/cost.py). Others have their own loss.
 losses: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -35,36 +33,32 @@ def loss_of(kind: Any) -> str:
     return TILES if tiled else OWN
 
 
-def defer(trainer: type) -> None:
-    """Trainers of this class, while a model is streamed: log p of labels needs no logits, nor do means of logits."""
-    for kind in trainer.__mro__:
-        if (forward := vars(kind).get(FORWARD)) is None:
-            continue
-        patches.once(f"{kind.__module__}.{kind.__name__}.{FORWARD}",
-                     functools.partial(patches.replaced, kind, FORWARD, _brief(forward)))
-        module = sys.modules[kind.__module__]
-        if (own := getattr(module, LOGPS, None)) is not None:
-            patches.once(f"{kind.__module__}.{LOGPS}", functools.partial(patches.replaced, module, LOGPS, _logps(own)))
+def defer(trainer: Any) -> None:
+    """Log p of labels needs no logits in this trainer of a streamed model, nor do means of logits. TRL's own functions,
+    which are as they were, give a kernel all logits on CUDA."""
+    if not hasattr(trainer, FORWARD):
+        return
+    trainer.concatenated_forward = functools.partial(_brief, trainer.concatenated_forward)
+    if getattr(type(trainer).get_batch_logps, "__module__", "").startswith("trl."):
+        trainer.get_batch_logps = functools.partial(_logps, trainer.get_batch_logps)
 
 
-def _brief(forward: Any) -> Any:
-    @functools.wraps(forward)
-    def concatenated_forward(*args: Any, **kw: Any) -> Any:
-        out = forward(*args, **kw)
-        for logits in out:                       # the trainer's next lines detach them for a mean
-            if isinstance(logits, DeferredLogits):
-                logits._logits.brief = True
-        return out
-
-    return concatenated_forward
+def _brief(own: Any, *args: Any, **kw: Any) -> Any:
+    out = own(*args, **kw)
+    for logits in out:                           # the trainer's next lines detach them for a mean
+        if isinstance(logits, DeferredLogits):
+            logits._logits.brief = True
+    return out
 
 
-def _logps(own: Any) -> Any:
-    @functools.wraps(own)
-    def selective_log_softmax(logits: Tensor, index: Tensor, *args: Any, **kw: Any) -> Tensor:
-        """In one look for all sequences; TRL goes through them one by one, or by a kernel that needs memory."""
-        if args or kw or not isinstance(logits, DeferredLogits) or index.shape != logits.shape[:-1]:
-            return own(logits, index, *args, **kw)
-        return logits.float().log_softmax(-1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
-
-    return selective_log_softmax
+def _logps(own: Any, logits: Tensor, labels: Tensor, average_log_prob: bool = False, is_encoder_decoder: bool = False
+           ) -> Tensor:
+    """[B] Sum, or mean, of log p of the labels [B, S] that are not -100, of logits [B, S, V]."""
+    if not isinstance(logits, DeferredLogits) or logits.shape[:-1] != labels.shape:
+        return own(logits, labels, average_log_prob, is_encoder_decoder)
+    if not is_encoder_decoder:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    learned = labels != -100
+    logps = logits.float().log_softmax(-1).gather(-1, labels.where(learned, 0).unsqueeze(-1)).squeeze(-1)
+    total = (logps * learned).sum(-1)
+    return total / learned.sum(-1) if average_log_prob else total

@@ -259,7 +259,7 @@ def stream_trainer(kind: Callable[..., Any], model: nn.Module, args: Any, *,
     if isinstance(reference := getattr(trainer, "ref_model", None), nn.Module):
         limits = {k: v for k, v in stream_with.items() if k in ("device", "vram", "host")}
         stream(reference.requires_grad_(False), **limits)
-    defer(type(trainer))
+    defer(trainer)
     if optimizer is not None:
         trainer.optimizer = optimizer(trainer.model)
     return trainer
