@@ -277,7 +277,7 @@ def trl_steps(here: Path, method: str, out: Path, **stream_with: Any) -> tuple[l
             with seen:
                 return super().training_step(*given, **kw)
 
-    records = [{"text": text} for text in PARTS] if method == "sft" else RECORDS[DATA[method]]
+    records = [{"text": text} for text in PARTS] if method == "sft" else RECORDS[DATA.get(method, "pairs")]
     given: dict[str, Any] = {"train_dataset": datasets.Dataset.from_list(records),
                              "processing_class": models.load_tokenizer(str(here / "toy"))}
     if method == "grpo":
@@ -293,18 +293,19 @@ def trl_steps(here: Path, method: str, out: Path, **stream_with: Any) -> tuple[l
     return [line for line in trainer.state.log_history if "loss" in line], seen.numel
 
 
-@pytest.mark.parametrize("method", ["sft", *DATA])
+@pytest.mark.parametrize("method", ["sft", *DATA, "cpo"])
 def test_no_trainer_of_trl_makes_logits_where_the_head_defers(here: Path, method: str, tmp_path: Path,
                                                               monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRL's own heads take a tile at a time; ORPO reads the model's logits, and has the same figures without them."""
+    """TRL's own heads take a tile at a time; ORPO and CPO read the model's logits, and have the same figures without them."""
     from megatrain_torch.fused import loss
+    monkeypatch.setitem(loop.CLASSES, "cpo", ("trl.experimental.cpo", "CPO"))
     monkeypatch.setattr("trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE", 16)
     monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", 128)
     monkeypatch.setattr(loss, "chunk_tokens", lambda *_: 16)
     logged, largest = trl_steps(here, method, tmp_path, compute="fused")
     tokens = 8 * 24                      # at least, of a step
     assert largest < tokens * 257
-    if method == "orpo":
+    if method in ("orpo", "cpo"):
         wanted, whole = trl_steps(here, method, tmp_path)
         assert whole >= tokens * 257, "the look itself is blind"
         for line, other in zip(logged, wanted, strict=True):
