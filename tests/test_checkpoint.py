@@ -247,11 +247,9 @@ def test_weights_alone(tmp_path: Path) -> None:
 
 # ---- other optimizers' states ----
 
-def stepped(opt_class: Any, dtype: torch.dtype = torch.float32, steps: int = 2, states: str | None = None,
-            **hyper: Any) -> tuple[Any, Any]:
-    model = mt.stream(plain_dots(dtype, SHAPES), device="cpu")
-    opt = opt_class(model.parameters(), lr=1e-2, **hyper, **({"states": states} if states else {}))
-    return fed(model, opt, range(steps))
+def stepped(opt_class: Any, steps: int = 2) -> tuple[Any, Any]:
+    model = mt.stream(plain_dots(torch.float32, SHAPES), device="cpu")
+    return fed(model, opt_class(model.parameters(), lr=1e-2), range(steps))
 
 
 @pytest.mark.parametrize("there, here", [(mt.AdamW, torch.optim.AdamW), (torch.optim.AdamW, mt.AdamW)])
@@ -286,17 +284,18 @@ def test_optimizers_that_share_a_name_alone_are_refused_before_anything_is_touch
     mt.load(*stepped(type("AdamW", (torch.optim.Adagrad,), {"__module__": "__main__"})), tmp_path / "c")
 
 
-def test_an_optimizer_that_refuses_its_states_does_so_before_weights_change(tmp_path: Path) -> None:
+def test_an_optimizer_that_refuses_its_states_does_so_before_anything_changes(tmp_path: Path) -> None:
     class Picky(torch.optim.Adagrad):
         def load_state_dict(self, state_dict: Any) -> None:
             raise KeyError("of another version")
 
-    mt.save(*stepped(Picky), tmp_path / "c")
-    pair = stepped(Picky, steps=1)
-    before = [p.clone() for p in pair[0].parameters()]
+    there, pair = stepped(Picky), stepped(Picky, steps=1)
+    schedulers = [torch.optim.lr_scheduler.StepLR(opt, size) for (_, opt), size in ((there, 10), (pair, 7))]
+    mt.save(*there, tmp_path / "c", scheduler=schedulers[0])
+    before, state = [p.clone() for p in pair[0].parameters()], schedulers[1].state_dict()
     with pytest.raises(KeyError, match="another version"):
-        mt.load(*pair, tmp_path / "c")
-    assert all(torch.equal(a, b) for a, b in zip(before, pair[0].parameters()))
+        mt.load(*pair, tmp_path / "c", scheduler=schedulers[1])
+    assert all(torch.equal(a, b) for a, b in zip(before, pair[0].parameters())) and schedulers[1].state_dict() == state
     feed(*pair, grads_for(pair[0], 1))
 
 

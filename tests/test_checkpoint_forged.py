@@ -317,8 +317,9 @@ def test_entries_may_come_in_any_order(tmp_path: Path) -> None:
     assert set(tensorfiles.listed(tmp_path / "a.safetensors")) == {"a", "b"}
 
 
-@pytest.mark.parametrize("text, words", [(b"[,]", "line 1 column 2"), (b"\xc3", "utf-8"), (b"9" * 10_000, "digits"), (b'{"a": 1, "a": 1}', "'a' is there twice"),
-                                         (DEEP, "recursion")], ids=lambda v: repr(v[:20]))
+@pytest.mark.parametrize("text, words", [
+    (b"[,]", "line 1 column 2"), (b"\xc3", "utf-8"), (b"9" * 10_000, "digits"), (b'{"a": 1, "a": 1}', "'a' is there twice"),
+    (DEEP, "recursion")], ids=lambda v: repr(v[:20]))
 def test_what_is_no_json_is_named(text: bytes, words: str) -> None:
     with pytest.raises(mt.MegatrainError, match=f"here: .*{words}"):
         strict.parsed(text, "here")

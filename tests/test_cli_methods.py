@@ -176,7 +176,7 @@ def test_what_a_method_does_not_take_is_said_first(here: Path, capsys: Any) -> N
         assert said in refused(capsys, *words(here, given[0], "n", given[1]))
     for more, said in [(("--sed", 1), "did you mean 'seed'"), (("--learning_rat", 1), "there is no 'learning_rat'; did you mean 'lr'?"),
                        (("--beta", "much"), "argument --beta: invalid float value: 'much'"),
-                       (("--bf16", "true"), "bf16: megatrain says that itself"),
+                       (("--bf16", "true"), "bf16: megatrain says that itself"), (("--label_smoothing_factor", 0.1), "has no such smoothing"),
                        (("--early-stopping", 2), "validation=0: nothing is held out")]:
         assert said in refused(capsys, *words(here, "dpo", "n"), *more), more
     assert "needs --reward FILE.py:FUNCTION" in refused(capsys, *words(here, "grpo", "n")[:7])

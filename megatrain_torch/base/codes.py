@@ -139,7 +139,7 @@ class Strand(nn.Parameter):
 
 
 def owner_of(p: nn.Parameter) -> nn.Parameter:
-    """The parameter that a strand is of; others are their own. Of a streamed weight it is a strand by what it has."""
+    """The parameter that a strand is of; others are their own. Over a streamed tensor torch makes no Strand."""
     return p.of[0] if hasattr(p, "of") else p
 
 

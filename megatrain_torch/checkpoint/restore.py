@@ -10,7 +10,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,8 +36,6 @@ from .parts import OURS, TORCHS, buffers_of, kind_of, names_of
 
 if TYPE_CHECKING:
     from ..model.runtime import Runtime
-
-_SCRIPT = "__main__"
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,7 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
     Args:
         model: the streamed model. opt: its optimizer; None: weights and buffers alone, and no random states.
         folder: what mt.save was given.
-        scheduler: whatever has `load_state_dict()`, if its state was saved.
+        scheduler: whatever has `state_dict()` and `load_state_dict()`, if its state was saved.
         verify: read and compare everything before anything is changed. False: compare while reading; a checkpoint that
             is found broken then leaves a model that refuses to run until one is loaded.
         convert: allow types and formats that hold less, by rounding.
@@ -130,14 +128,17 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
     if isinstance(opt, AdamW):
         parts.go_on(rt, like)
         opt._ask_for_room()
-    if scheduler is not None:                        # before states: its class is a stranger, and may refuse its own
-        try:
-            scheduler.load_state_dict(training["scheduler"])
-        except Exception as why:
-            raise MegatrainError(f"{source.where}: {type(scheduler).__name__} does not take the "
-                                 f"scheduler's state ({type(why).__name__}: {shown(why)}); nothing else was changed"
-                                 ) from why
-    found.take(progress)
+    with ExitStack() as undo:                        # classes of others are strangers, and may refuse what they gave
+        if scheduler is not None:
+            before = deepcopy(scheduler.state_dict())
+            try:
+                scheduler.load_state_dict(training["scheduler"])
+            except Exception as why:
+                raise MegatrainError(f"{source.where}: {type(scheduler).__name__} does not take the scheduler's state "
+                                     f"({type(why).__name__}: {shown(why)}); nothing else was changed") from why
+            undo.callback(scheduler.load_state_dict, before)
+        found.take(progress)
+        undo.pop_all()
     rt.saved_files = parts.loaded(source.folder, source.body, {name: p._mt for p, name in found.names.items()},
                                   source.tensors)
     if opt is not None:
@@ -175,11 +176,10 @@ class _Loading:
         rt.core.drain()
         if self.ours:
             opt._catch_up()
-        elif opt is not None:                # first: its class is a stranger, and may refuse them
+        elif opt is not None:                # first: it may refuse them
             opt.load_state_dict(deepcopy(self.training["others"]))      # it keeps them, and they are the file's
         rt.broken = f"the model is half-loaded: loading {source.folder} failed; load a checkpoint that is whole"
-        # As one: what a unit brought to the host is given back, whoever has asked for it; so nobody reads before all
-        # have.
+        # As one: what a unit brought to the host is given back, whoever asked for it; nobody reads before all have.
         with manifest.adding(rt.broken), torch.no_grad(), as_one(rt.ranks):
             try:
                 reads = Reads(source)
@@ -246,7 +246,7 @@ class _Loading:
         there, here = self.body["optimizer"] or "", kind_of(self.opt)
         (package, _, name), (own, _, own_name) = there.rpartition("."), here.rpartition(".")
         # Of a class in a script no package is known: it may be imported the next time.
-        in_script = name == own_name and _SCRIPT in (package, own) and not {package, own} & {"mt", "torch.optim"}
+        in_script = name == own_name and "__main__" in (package, own) and not {package, own} & {"mt", "torch.optim"}
         if there == here or in_script:
             return
         way = f"; load them into {there} and give its state_dict() to {here}" if {there, here} == {OURS, TORCHS} else ""

@@ -55,7 +55,7 @@ class Document:
     """Tokens of one record: ids [n]; trained [n] bool, of a text a view of one True. whole: it may not be cut for a
     row's sake. starts: where the parts of a conversation begin whose answers cannot stand in one text; parts go
     together into what is trained or held out, and have rows of their own. chat: made by the chat template.
-    With methods other than sft ids are the letters of the record's JSON: weights and shares count these."""
+    With methods other than sft ids are the bytes of the record's JSON: weights and shares count these."""
 
     ids: np.ndarray
     trained: np.ndarray

@@ -113,8 +113,7 @@ class Streamed:
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             step, now = self.state.global_step, time.perf_counter()
-            before, then = self._logged
-            self._logged = (step, now)
+            (before, then), self._logged = self._logged, (step, now)
             logs |= {"bound": mt.last_step(self.model).bound,
                      "tokens_per_second": round((step - before) * self.run.settings.tokens / (now - then), 1)}
         super().log(logs, start_time)
@@ -315,6 +314,8 @@ def given(settings: Settings) -> dict[str, Any]:
     words = [word for name, value in settings.more.items()
              for word in (f"--{name}", value if isinstance(value, str) else json.dumps(value, default=str).strip('"'))]
     found = parser.parse_args(["--output_dir", str(settings.out), *words])
+    if found.label_smoothing_factor:                     # Trainer's own loss would read logits, which no plan counts
+        raise MegatrainError(f"label_smoothing_factor: the loss of {settings.method} has no such smoothing; omit it")
     return {name: getattr(found, name) for name in settings.more}
 
 
@@ -401,12 +402,11 @@ def trainer_of(run: Run, model: Any, tokenizer: Any, train: Any, held: Any, how:
     try:
         args = arguments(settings, bool(len(held)))
         with _left_alone(model):
-            trainer = mt.stream_trainer(
+            return mt.stream_trainer(
                 type(kind.__name__, (OfRows if rows else Streamed, kind), {"run": run}), model, args, optimizer=adamw,
                 stream_with=how, processing_class=tokenizer, **more)
     except ValueError as why:                            # of TRL, about arguments that do not go together
         raise MegatrainError(f"{settings.method}: {why}") from None
-    return trainer
 
 
 def _as_table(records: list[dict[str, Any]]) -> Any:

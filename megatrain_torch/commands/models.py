@@ -169,8 +169,8 @@ def _load(name: str, what: str, read: Callable[[str], Any]) -> Any:
 
 @functools.cache
 def hub_answers() -> bool:
-    """One request, of HF_HUB_ETAG_TIMEOUT seconds at most (10 by default). Without it each file of a model is asked for
-    six times, 23 seconds long, before its place in the cache is looked at."""
+    """One request, of HF_HUB_ETAG_TIMEOUT seconds (10 by default) an address of the hub. Without it each file of a
+    model is asked for six times, 23 seconds long, before its place in the cache is looked at."""
     from huggingface_hub import constants, utils
 
     with contextlib.suppress(Exception):             # of httpx, or of huggingface_hub where it may not ask at all

@@ -201,7 +201,7 @@ class Machine:
         try:
             return _from_dict(table(parsed(text.encode(), "JSON"), "JSON"))
         except (MegatrainError, TypeError, ValueError) as why:
-            raise MegatrainError(f"not a machine's description: {why}; `megatrain doctor` writes one") from None
+            raise MegatrainError(f"not a machine's description: {why}; run `megatrain doctor` again") from None
 
     @staticmethod
     def parse(text: str) -> Machine:
@@ -303,14 +303,13 @@ def _fits(kind: Any, value: Any, zero: bool = False) -> bool:
     return all(map(_fits, itertools.repeat(parts[0]) if parts[-1] is ... else parts, value))
 
 
-def _tuples(value: Any) -> Any:
-    """A list, and lists in it, as Machine has them."""
-    return tuple(tuple(v) if isinstance(v, list) else v for v in value) if isinstance(value, list) else value
-
-
 def _from_dict(fields: dict[str, Any]) -> Machine:
-    machine = Machine(**{k: _tuples(v) for k, v in fields.items()})
-    for name, kind in get_type_hints(Machine).items():
+    kinds = get_type_hints(Machine)
+    if strange := [name for name in fields if name not in kinds]:
+        raise ValueError(f"it has {shown(strange[0])}, which no machine has in this version")
+    machine = Machine(**{name: tuple(tuple(v) if isinstance(v, list) else v for v in value)
+                         if isinstance(value, list) else value for name, value in fields.items()})
+    for name, kind in kinds.items():
         value = getattr(machine, name)
         good = _fits(kind, value, name in _MAY_BE_ZERO) and (name != "device" or value in ("cuda", "cpu"))
         if good and isinstance(value, tuple):

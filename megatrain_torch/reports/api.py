@@ -219,7 +219,7 @@ def choices(argument: str) -> tuple[str, ...]:
 
 KEPT = 100_000          # slices; some hundred steps of a large model
 TAKEN_EVERY = 4         # steps: the engine keeps some 16,000 records
-PICTURED = 3               # steps in a picture
+PICTURED = 3            # steps in a picture
 SEAM_NS = 5_000         # pieces of one window nearer than this are one slice
 _LANES = {number: name for name, number in _core.LANES.items()}
 _WORKS = {number: name for name, number in _core.WORKS.items()}
