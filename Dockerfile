@@ -26,7 +26,7 @@ RUN python3 -m venv /tools && /tools/bin/pip wheel --no-cache-dir --no-deps -w /
 FROM ubuntu:24.04
 ARG VARIANT
 ARG TORCH="torch>=2.10"
-# The compilers are torch.compile's: compute="compile".
+# The compilers are for torch.compile and Triton, which a model's own code may call.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates gcc g++ libc6-dev python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*

@@ -121,13 +121,14 @@ clean:  ## remove what was built, .venv included
 
 # ---- how the package gets built ----
 
-# Modules are compiled when they are first imported, which takes a tenth of the time of all; what the build needs is
-# in .venv already, not fetched once more for an environment of its own.
+# pip compiles no modules: Python compiles those that are imported, which are few. What the build needs is installed in
+# .venv, not fetched once more for an environment of its own.
 FETCH := .venv/bin/python -m pip install -q --no-compile
+NEEDS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])
 
 .venv/bin/python:
 	python3 -m venv .venv
-	$(FETCH) --upgrade pip 'setuptools>=77' 'numpy>=2'
+	$(FETCH) --upgrade pip $$($@ -c '$(NEEDS)')
 
 .venv/.ready: pyproject.toml | .venv/bin/python
 	.venv/bin/python -c 'import torch' 2>/dev/null || $(FETCH) $(TORCH)
@@ -139,7 +140,8 @@ FETCH := .venv/bin/python -m pip install -q --no-compile
 	-$(FETCH) --no-deps --target $@ bitsandbytes==0.50.2 torchao==0.18.0
 	@touch $@
 
-# Compiles what changed since: objects are kept in build/core. The workers' imports find the large packages compiled.
+# Compiles what changed since: objects are kept in build/core. The import leaves the large packages' modules compiled, or
+# each of pytest's workers would compile them.
 .venv/.built: .venv/.ready setup.py $(C_SOURCES)
 	.venv/bin/python setup.py -q build_ext --inplace
 	.venv/bin/python -c 'import torch._dynamo, transformers.trainer, peft, trl.trainer.dpo_trainer'

@@ -424,7 +424,7 @@ def losses_and_grads(model: nn.Module, batches: Iterable[dict[str, Tensor]], opt
 # ---------------------------------------------------------------- which options for which script
 
 # Each row differs from the others in several options at once; walking through the rows while walking
-# through the cases meets every pair of values many times over, at two runs per case. Longer sums: test_adamw.py.
+# through the cases meets every pair of values many times over, at two runs per case. More micro-batches: test_adamw.py.
 ROTATION = [
     dict(slots=2, accumulate=1, clip=None, optimizer="adamw", delay_us=0),
     dict(slots=MANY_SLOTS, accumulate=2, clip=0.5, optimizer="sgd", delay_us=0),

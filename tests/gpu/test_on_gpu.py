@@ -110,7 +110,7 @@ def test_at_each_edge_of_memory_a_model_trains_or_is_refused() -> None:
 
 
 def test_trainer_and_lora_agree_with_plain_torch_in_bf16() -> None:
-    """In fp32, and what `generate` gives: situations, above."""
+    """Training in fp32 and `generate` are among the situations above."""
     assert all(row["ok"] for row in lines("../run_dropin.py", "--only", "trainer", "lora"))
 
 
