@@ -5,7 +5,7 @@
  *     make -C tests/c
  *     cc -O2 -std=c11 -D_GNU_SOURCE benchmarks/adam_c.c build/c/libmt.a -lpthread -lm \
  *         -o build/adam_c
- *     build/adam_c 400000000 16 10            # parameters, threads, repetitions
+ *     build/adam_c 400000000 16 10            # parameters, threads (else 1), repetitions
  */
 #include "../csrc/ops/sumsq.h"
 #include "../csrc/optim/adam.h"
@@ -131,7 +131,7 @@ static double measure(bench *b, const char *name, void (*fn)(bench *), double by
 int main(int argc, char **argv)
 {
     int64_t n = argc > 1 ? atoll(argv[1]) : 100000000;
-    bench   b = { .threads = argc > 2 ? atoi(argv[2]) : mt_cpu_count(),
+    bench   b = { .threads = argc > 2 ? atoi(argv[2]) : 1,
                   .reps = argc > 3 ? atoi(argv[3]) : 10 };
 
     if (n < 1 || b.reps < 1 || b.reps > 1000 || mt_pool_open(b.threads, &b.pool) != MT_OK) {

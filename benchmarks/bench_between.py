@@ -64,7 +64,7 @@ def rate(out: Any, into: Any, device: torch.device, nbytes: int, seconds: float,
     """GB/s that this process sends while it hears as much: as many rounds as the first one does in that time."""
     mine, theirs = (torch.ones(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(2))
     took = both(out, into, device, mine, theirs, 1)
-    rounds = int(control.of_first(max(1, seconds // took)))
+    rounds = int(control.gather(max(1, seconds // took))[0])
     return rounds * nbytes / both(out, into, device, mine, theirs, rounds) / 1e9
 
 

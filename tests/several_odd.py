@@ -462,7 +462,7 @@ def _of_ones(model: nn.Module) -> Tensor:
 def said(rank: int, group: Any, what: str, folder: str) -> tuple[str, float]:
     """What each of them says, and after how long."""
     from megatrain_torch.group import control
-    control.LATE_S, control._LOOK_S = 1.0, 0.4
+    control.NOTE_S, control._LOOK_S = 1.0, 0.4
     first, begun = rank == 0, time.monotonic()
     try:
         model = mt.stream(Choosy(), "cpu", group=group)

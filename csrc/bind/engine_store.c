@@ -312,27 +312,27 @@ static mt_status wait_and_bring(mt_store *s, int unit, int param,
                                 mt_status (*wait)(mt_store *s, int unit), unsigned planes)
 {
     MT_DO(wait(s, unit));
-    if (planes == 1u << MT_PLANE_HI && param >= 0)
+    if (planes == 1u << MT_PLANE_HI)
         return mt_mirror_read(s, unit, param);
     return planes != 0 ? mt_mirror_bring(s, unit, planes) : MT_OK;
 }
 
-#define WAIT_FOR(name, wait, planes)                                                 \
+#define WAIT_FOR(name, param_too, wait, planes)                                      \
     PyObject *mt_engine_##name(PyObject *self, PyObject *args)                       \
     {                                                                                \
         int       unit, param = -1;                                                  \
         mt_status st;                                                                \
                                                                                      \
-        MT_ENGINE(e, "O&|i:" #name, mt_as_unit, &unit, &param);                      \
+        MT_ENGINE(e, "O&" param_too ":" #name, mt_as_unit, &unit, &param);           \
         if (param != -1 && mt_engine_param(e, unit, param) < 0)                      \
             return NULL;                                                             \
         MT_WAITING(e, st, wait_and_bring(e->cx.store, unit, param, wait, planes));   \
         return mt_engine_done(e, st);                                                \
     }
-WAIT_FOR(wait_updates, mt_ledger_wait_updates, 1u << MT_PLANE_HI)
-WAIT_FOR(updated, mt_ledger_wait_updates, 0)
-WAIT_FOR(wait_grads, mt_ledger_wait_grads, 1u << MT_PLANE_GRAD)
-WAIT_FOR(wait_fetch, mt_ledger_wait_fetch, 1u << MT_PLANE_HI)
+WAIT_FOR(wait_updates, "|i", mt_ledger_wait_updates, 1u << MT_PLANE_HI)
+WAIT_FOR(updated, "", mt_ledger_wait_updates, 0)
+WAIT_FOR(wait_grads, "", mt_ledger_wait_grads, 1u << MT_PLANE_GRAD)
+WAIT_FOR(wait_fetch, "|i", mt_ledger_wait_fetch, 1u << MT_PLANE_HI)
 
 /* ---- gradients that pass ---- */
 

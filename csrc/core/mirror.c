@@ -505,7 +505,7 @@ mt_status mt__mirror_serve(mt_store *s, uint64_t about, int *gone)
  * its own slot, and says on the board, in the word of plane HI, that they are there. A save's go
  * when all have read; others' stay until the next evict, and so they may be written. */
 
-/* Those that are aloft may have been written where somebody has brought them for good alone: what a
+/* Weights that are aloft count as written only where a reader has brought them for good: what a
  * save brought may be gone before it is fetched. */
 void mt__mirror_touched(mt_store *s, int unit)
 {

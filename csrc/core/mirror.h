@@ -121,7 +121,7 @@ void      mt_mirror_drop   (mt_store *s, int unit, unsigned planes);
 mt_status mt_mirror_bring  (mt_store *s, int unit, unsigned planes);
 mt_status mt_mirror_bring_own(mt_store *s, int unit, unsigned planes);
 mt_status mt_mirror_peek   (mt_store *s, int unit, unsigned planes);
-/* bring, of one parameter's weights: of what is aloft (mirror.c) no others come than must. */
+/* bring, of one parameter's weights (-1: all). Those that are aloft (mirror.c) come if it is. */
 mt_status mt_mirror_read   (mt_store *s, int unit, int param);
 mt_status mt_mirror_release(mt_store *s, int unit);
 /* In a share of several machines: memory of the portions of other machines that peek has brought,

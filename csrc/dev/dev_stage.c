@@ -23,7 +23,6 @@
 #include "../core/arena.h"
 #include "../core/lock.h"
 
-#include <sched.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -129,12 +128,9 @@ static mt_status lock(stage_dev *d, char *p, size_t bytes)
 static mt_status add_region(stage_dev *d, char *p, size_t bytes)
 {
     region    r = { p, bytes, 1 };
-    cpu_set_t cpus;
-    int       small, threads = THREADS;
+    int       small;
     mt_status st;
 
-    if (sched_getaffinity(0, sizeof cpus, &cpus) == 0 && CPU_COUNT(&cpus) < THREADS)
-        threads = CPU_COUNT(&cpus);
     MT_DO(prepare(d));
     small = bytes <= MT_LOCKED(&d->mu, d->small);
     MT_DO(MT_LOCKED(&d->mu, MT_GROW(d->regions, d->room, d->n + 1, "stage")));
@@ -148,7 +144,7 @@ static mt_status add_region(stage_dev *d, char *p, size_t bytes)
         st = MT_OK;
         if (d->pool == NULL) {       /* it is there before regions are noted, and they are copied */
             MT_WITH(&d->mu) (void)snprintf(d->why, sizeof d->why, "%s", mt_last_error());
-            st = mt_pool_open(threads, &d->pool);
+            st = mt_pool_open(THREADS, &d->pool);
         }
     }
     MT_DO(st);

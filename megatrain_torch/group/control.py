@@ -26,7 +26,7 @@ from .. import _core
 from ..base.errors import MegatrainError
 
 PATIENCE = timedelta(minutes=30)             # a rank may fill the store while the others wait
-_LATE_S = 60.0                               # of a wait, after which it is told
+_WARN_S = 60.0                               # of a wait, after which a warning tells of it
 ASIDE = "mt-save"                            # a thread that waits while its process goes on
 _LOOKS = 2.0                                 # seconds, at most, until the shared memory knows who is gone
 _CONNECT_S, _EACH_S = 4.0, 0.05              # in which processes that are there reach each other, or one has ended;
@@ -35,7 +35,7 @@ _SOON_S = 0.02               # the others have come, and that is on its way here
 _CTAS = 8                                    # of NCCL's for one pair: more of them carry no more, and take more memory
 _made: Counter[str] = Counter()              # of these, by the group that they are beside
 
-LATE_S = 5.0                 # of a wait, after which it is written down
+NOTE_S = 5.0                 # of a wait, after which it is written down
 _LOOK_S = 1.0                # between two looks; what is the same in both is taken for true
 _STAYS_S = 10.0              # that a note of a wait given up stays, so that the others see why
 _numbers = itertools.count()
@@ -204,7 +204,7 @@ class Control:
     def named(self, what: str) -> Iterator[None]:
         """An error of torch.distributed becomes one that says which process is gone, and what this one was doing; a
         long wait is told."""
-        late = threading.Timer(_LATE_S, self._warn, (self._told(what),))
+        late = threading.Timer(_WARN_S, self._warn, (self._told(what),))
         late.daemon = True
         late.start()
         try:
@@ -219,7 +219,7 @@ class Control:
             late.cancel()
 
     def _warn(self, what: str) -> None:
-        warnings.warn(f"rank {self._rank} has waited for other processes for {_LATE_S:.0f} s while it {what} "
+        warnings.warn(f"rank {self._rank} has waited for other processes for {_WARN_S:.0f} s while it {what} "
                       f"({self._waits.where()}): all of them call mt.stream, mt.save and mt.load, and run equally many "
                       "backwards", RuntimeWarning, stacklevel=1)
 
@@ -301,7 +301,7 @@ class Waits:
         Raises:
             MegatrainError: it will never be. RuntimeError: torch.distributed's.
         """
-        if done(work, LATE_S):
+        if done(work, NOTE_S):
             return
         note = {"at": place, "what": what, "of": self.members, "n": next(_numbers)}
         self._write(note)

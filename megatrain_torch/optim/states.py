@@ -248,7 +248,7 @@ def set_master(p: StreamedParameter, value: Tensor) -> None:
     record: Record = p._mt
     rest = master_plane(record)
     value = torch.empty_strided(record.shape, record.stride, dtype=torch.float32).copy_(values_of(value))
-    record.runtime.core.wait_updates(record.unit)
+    record.wait_updates()
     record.before_write()
     record.own_states()
     with torch.no_grad():

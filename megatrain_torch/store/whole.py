@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..base import patches
 from ..base.codes import Format, Keeps, Strand, format_of
-from .guard import StreamedParameter, made_kind, plain
+from .guard import StreamedParameter, made_kind, values_of
 from .records import Record
 
 if TYPE_CHECKING:
@@ -67,8 +67,7 @@ class Whole:
 
     def copy(self) -> nn.Parameter:
         """An ordinary parameter of its package's, with the current values."""
-        self.records[0].wait_updates()
-        strands = [plain(r.param).clone() for r in self.records]
+        strands = [values_of(r.param).clone() for r in self.records]
         with torch.no_grad():
             return self.format.whole(self.param, dict(zip(self.names, strands)))
 

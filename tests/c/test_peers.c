@@ -1419,14 +1419,28 @@ static int64_t frozen_room(const runner *r)
     return sum;
 }
 
-static int is_right(const runner *r, int unit)
+/* Are they there, on the host or where a fetch has put them, as they were at first? */
+static int is_first(const void *there, int unit)
 {
     mt_param_desc d = shape_of(unit, FROZEN);
     char          want[64];
 
     REQUIRE((size_t)d.numel * 8 <= sizeof want);
     fill_random(d.dtype, want, d.numel, (uint64_t)(100 * unit + FROZEN));
-    return memcmp(place(r, unit, FROZEN, MT_PLANE_HI, 0), want, (size_t)d.numel * 8) == 0;
+    return memcmp(there, want, (size_t)d.numel * 8) == 0;
+}
+
+static int is_right(const runner *r, int unit)
+{
+    return is_first(place(r, unit, FROZEN, MT_PLANE_HI, 0), unit);
+}
+
+/* Of the first unit, from where compute reads them. */
+static char *fetched(runner *r)
+{
+    fetch(r, 0);
+    CHECK_OK(r->cx.dev->ops->sync(r->run));
+    return r->slot[0] + mt_store_offset(r->cx.store, 0, FROZEN);
 }
 
 /* They are on the host before all devices have them, and then while somebody reads. */
@@ -1438,7 +1452,6 @@ static void *read_frozen(void *arg)
 
     for (int u = 0; u < UNITS; u++)
         all += (int64_t)mt_store_hi_bytes(r->cx.store, u);
-    r->want = NULL;
     meet(r);
     before = blocks(r);
     meet(r);
@@ -1507,7 +1520,6 @@ static void *thaw(void *arg)
 {
     runner *r = arg;
 
-    r->want = NULL;
     take_all(r);
     one_step(r);
     meet(r);
@@ -1521,10 +1533,8 @@ static void *thaw(void *arg)
         CHECK(is_right(r, u));
     write_from_outside_alike(r, FROZEN);
     meet(r);
-    fetch(r, 0);
-    CHECK_OK(r->cx.dev->ops->sync(r->run));
-    CHECK_EQ(memcmp(r->slot[0] + mt_store_offset(r->cx.store, 0, FROZEN),
-                    place(r, 0, FROZEN, MT_PLANE_HI, 0), 40), 0);
+    CHECK_EQ(memcmp(fetched(r), place(r, 0, FROZEN, MT_PLANE_HI, 0),
+                    (size_t)shape_of(0, FROZEN).numel * 8), 0);
     CHECK(!is_right(r, 0));
     meet(r);
     return NULL;
@@ -1540,7 +1550,6 @@ static void *read_behind_steps(void *arg)
 {
     runner *r = arg;
 
-    r->want = NULL;
     take_all(r);
     for (int k = 0; k < 60; k++) {
         one_step(r);
@@ -1563,9 +1572,7 @@ TEST(frozen_weights_are_read_while_others_come)
 static void *write_behind_a_save(void *arg)
 {
     runner *r = arg;
-    char    want[64];
 
-    r->want = NULL;
     take_all(r);
     CHECK_OK(mt_ledger_save_begin(r->cx.store, 0));
     CHECK_OK(mt_mirror_peek(r->cx.store, 0, 1u << MT_PLANE_HI));
@@ -1575,11 +1582,7 @@ static void *write_behind_a_save(void *arg)
     CHECK_EQ(mt_mirror_release_apart(r->cx.store, 0), 1);
     CHECK_OK(mt_mirror_release(r->cx.store, 0));
     meet(r);
-    fetch(r, 0);
-    CHECK_OK(r->cx.dev->ops->sync(r->run));
-    fill_random(shapes[FROZEN].dtype, want, shapes[FROZEN].numel, FROZEN);
-    CHECK_EQ(memcmp(r->slot[0] + mt_store_offset(r->cx.store, 0, FROZEN), want,
-                    (size_t)shapes[FROZEN].numel * mt_dtype_bytes(shapes[FROZEN].dtype)), 0);
+    CHECK(is_first(fetched(r), 0));
     meet(r);
     return NULL;
 }
@@ -1618,7 +1621,6 @@ static void *read_beside_a_save(void *arg)
     char   *read = NULL;
     size_t  n = mt_store_plane_bytes(r->cx.store, 0, 0, MT_PLANE_M, shape_of(0, 0).numel);
 
-    r->want = NULL;
     take_all(r);
     one_step(r);
     meet(r);
@@ -1653,7 +1655,6 @@ static void *save_beside_a_step(void *arg)
     char    *before[UNITS], *copied;
     uint64_t ticket = 0;
 
-    r->want = NULL;
     take_all(r);
     one_step(r);
     for (int u = 0; u < UNITS; u++)
@@ -1706,7 +1707,6 @@ static void *evict_beside_a_reader(void *arg)
     runner *r = arg;
     char   *read = NULL, *again;
 
-    r->want = NULL;
     take_all(r);
     one_step(r);
     meet(r);
@@ -1739,7 +1739,6 @@ static void *count_bytes(void *arg)
     runner *r = arg;
     size_t  own = 0, planes = 0;
 
-    r->want = NULL;
     take_all(r);
     one_step(r);
     for (int u = 0; u < UNITS; u++)
@@ -2274,7 +2273,6 @@ static void steps_until_one_dies(runner *r)
     double   norm, began;
     int      skipped;
 
-    r->want = NULL;
     one_step(r);
     for (int u = 0; u < UNITS; u++)
         CHECK_OK(mt_ledger_wait_updates(r->cx.store, u));
@@ -2301,7 +2299,6 @@ TEST(who_dies_is_named)
 /* Rank 1 answers nothing, and is killed while it is asked. */
 static void ask_who_dies(runner *r)
 {
-    r->want = NULL;
     take_all(r);
     one_step(r);
     for (int u = 0; u < UNITS; u++)
@@ -2338,7 +2335,6 @@ static atomic_int *stepping;             /* of all processes: rank 1 takes its s
 /* At any moment of a step: the others end, and by themselves. */
 static void steps_for_ever(runner *r)
 {
-    r->want = NULL;
     if (r->rank == 1) {
         (void)alarm(60);
         atomic_store(stepping, 1);
