@@ -20,8 +20,8 @@ from .head import DeferredLogits
 # Of ORPOTrainer and CPOTrainer, and the function that their modules import; seen in TRL 1.16.
 FORWARD, LOGPS = "concatenated_forward", "selective_log_softmax"
 OWN, ODDS, TILES = "", "odds", "tiles"
-# Of models that trainers have: what plans count (plans/cost.py). Others have their own loss.
-losses: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+# By model, the trainer whose loss plans count (plans/cost.py) while it is there.
+trainers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 def loss_of(kind: Any) -> str:
