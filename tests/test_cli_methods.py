@@ -290,7 +290,7 @@ def trl_steps(here: Path, method: str, out: Path, **stream_with: Any) -> tuple[l
     else:
         trainer = Watched(model, args=args, **given)
     trainer.train()
-    return [line for line in trainer.state.log_history if "loss" in line], seen.numel
+    return [line for line in trainer.state.log_history if "loss" in line], seen.nbytes
 
 
 @pytest.mark.parametrize("method", ["sft", *DATA, "cpo"])
@@ -304,10 +304,10 @@ def test_no_trainer_of_trl_makes_logits_where_the_head_defers(here: Path, method
     monkeypatch.setattr(loss, "chunk_tokens", lambda *_: 16)
     logged, largest = trl_steps(here, method, tmp_path, compute="fused")
     tokens = 8 * 24                      # at least, of a step
-    assert largest < tokens * 257
+    assert largest < 4 * tokens * 257
     if method in ("orpo", "cpo"):
         wanted, whole = trl_steps(here, method, tmp_path)
-        assert whole >= tokens * 257, "the look itself is blind"
+        assert whole >= 4 * tokens * 257, "the look itself is blind"
         for line, other in zip(logged, wanted, strict=True):
             assert line.keys() == other.keys()
             for name in ("loss", "nll_loss", "grad_norm", "logps/chosen", "rewards/margins", "logits/chosen", "logits/rejected"):

@@ -576,6 +576,15 @@ def test_a_wrong_template_is_refused_and_the_model_still_trains(what: str, monke
     fusing.agree(fusing.truth(FAMILIES["qwen3"], padded), run)
 
 
+def test_a_layer_of_which_two_weights_are_one_parameter_says_which() -> None:
+    model = LLAMA()
+    attention = model.model.layers[0].self_attn
+    attention.o_proj.weight = attention.q_proj.weight
+    run = fused(lambda: copy.deepcopy(model), padded)
+    assert "self_attn.q_proj.weight and self_attn.o_proj.weight are one parameter" in run.codes["model.layers.0"]
+    fusing.agree(fusing.truth(lambda: copy.deepcopy(model), padded), run)
+
+
 def test_a_template_that_fails_is_refused_and_the_model_still_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("no such kernel")

@@ -236,12 +236,8 @@ def test_layers_with_lora_on_experts_matrices_train_as_pefts_own(case: str, keep
 
 
 def experts_in_16_bits(arch: str, form: str) -> nn.Module:
-    model = peft.get_peft_model(test_experts.model_of(arch, "grouped_mm", form), peft.LoraConfig(
-        r=4, lora_alpha=6, task_type="CAUSAL_LM", target_modules=["q_proj"], target_parameters=[GU, DOWN]))
-    for n, p in model.named_parameters():
-        if "lora_B" in n:
-            nn.init.normal_(p, std=0.05)
-    return model.train()
+    return with_lora(lambda: test_experts.model_of(arch, "grouped_mm", form), lora_alpha=6, target_modules=["q_proj"],
+                     target_parameters=[GU, DOWN])()
 
 
 @pytest.mark.parametrize(("arch", "form", "keep", "experts", "home"), [
@@ -290,7 +286,8 @@ def test_adapters_of_experts_that_change_are_followed_or_refused() -> None:
         all_fused(codes(model))
     one = wrappers(model)[1]
     one.merged_adapters.append("default")                # PEFT then adds nothing: the sum is taken for the weight
-    assert grads(model)[f"{_name_of(model, one)}.lora_A.default.weight"] is None
+    name = next(name for name, m in model.named_modules() if m is one)
+    assert grads(model)[f"{name}.lora_A.default.weight"] is None
     assert [code for code in codes(model).values() if "has adapters merged into it" in code]
     one.merged_adapters.clear()
     one.get_delta_factors = lambda name: (*type(one).get_delta_factors(one, name)[:2], 3.0)
@@ -299,10 +296,6 @@ def test_adapters_of_experts_that_change_are_followed_or_refused() -> None:
     del one.get_delta_factors
     fusing.grads_agree(grads(twin), grads(model))
     all_fused(codes(model))
-
-
-def _name_of(model: nn.Module, module: nn.Module) -> str:
-    return next(name for name, m in model.named_modules() if m is module)
 
 
 def another_too(model: Any) -> None:

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -184,7 +185,7 @@ def test_a_mixture_computes_its_active_experts_only(config: type, per_token: int
 class OfPairs:
     """As ORPOTrainer: it reads the model's logits."""
 
-    def concatenated_forward(self) -> None: ...
+    def get_batch_logps(self) -> None: ...
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -200,8 +201,11 @@ def test_what_a_trainers_loss_takes_of_the_device_is_counted(trained: bool) -> N
     assert own.vram["activations"] + trained * weight <= pairs.vram["activations"] < tiles.vram["activations"] + trained * wide
     assert tiles.vram["activations"] >= own.vram["activations"] + weight
     assert tiles.vram["work"] >= 2048 * 4096 * 2 + trained * (wide + weight) and pairs.seconds > own.seconds
-    trl_losses.losses[model] = trl_losses.loss_of(OfPairs)
+    trainer = OfPairs()
+    trl_losses.trainers[model] = weakref.ref(trainer)
     assert mt.plan(model, **fixed).vram == pairs.vram, "of the trainer that mt.stream_trainer made"
+    del trainer
+    assert mt.plan(model, **fixed).vram == own.vram, "it is gone"
     for no_class in ("orpo", OfPairs()):
         with pytest.raises(mt.MegatrainError, match="give the trainer's class"):
             mt.plan(model, trainer=no_class, **fixed)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch._dynamo import guards
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 import megatrain_torch as mt
@@ -169,24 +170,14 @@ def cast(x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
         return y + F.linear(x, weight.diag()).float() * 0
 
 
-class Late(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor) -> Tensor:
-        return y.clone()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g if time.time() > 1e9 else 2 * g
+def by_a_kernel(y: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return y * torch.rand(1)
 
 
-class FrozenMatters(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, weight: Tensor) -> Tensor:
-        return y.clone()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return (g if ctx.needs_input_grad[1] else 2 * g), None
+def without_forward_mode(y: Tensor) -> Tensor:
+    with torch.autograd.forward_ad._set_fwd_grad_enabled(False):
+        return y * 1.0
 
 
 SHIFT = itertools.count()
@@ -231,6 +222,8 @@ ADVERSARIES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "written without a gradient": lambda self, x, y: without(y),
     "half of its data": lambda self, x, y: y * 0.5 + y.data * 0.5,
     "autocast inside": lambda self, x, y: cast(x, self.weight, y),
+    "noise by another kernel": lambda self, x, y: by_a_kernel(y),
+    "a state of torch's": lambda self, x, y: without_forward_mode(y),
     "a hook on a tensor": hooked,
     "no gradient inside": nothing_of,
     "detached": lambda self, x, y: y.detach() + y - y.detach() * 1.0 if False else y * 0.5 + y.detach() * 0.5,
@@ -255,9 +248,6 @@ ADVERSARIES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "an object of a default": lambda self, x, y, o=Options(): y * o.scale,         # noqa: B008
     "a dict in a tuple of a default": lambda self, x, y, o=({"scale": 1.0},): y * o[0]["scale"],
     "a closure": around(1.0),
-    "a clock in its backward": lambda self, x, y: Late.apply(y),
-    "what is frozen": lambda self, x, y: FrozenMatters.apply(y, self.weight),
-    "a wrong gradient of a weight": lambda self, x, y: Doubled.apply(self.weight) * 0 + y,
     "numbers for nobody": lambda self, x, y: (torch.rand(1), y)[1],
     "a gradient that a weight has": lambda self, x, y: y if self.weight.grad is None else y * 2,
     "turned in place": lambda self, x, y: (y.view(y.shape).transpose_(1, 1), y)[1],
@@ -266,10 +256,6 @@ ADVERSARIES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "detached by a copy": lambda self, x, y: torch.asarray(y, requires_grad=False),
     "no gradients from now on": lambda self, x, y: (torch.set_grad_enabled(False), y)[1],
 }
-
-
-def nothing(*_: Any) -> None:
-    """What is other is the input's shape."""
 
 
 def frozen_before(monkeypatch: Any, *models: nn.Module) -> None:
@@ -290,7 +276,7 @@ def default_type(monkeypatch: Any, *models: nn.Module) -> contextlib.AbstractCon
 
 # Of the adversaries those whose code is a template's but for a condition: the input's shape, and the rest, where it holds.
 WHERE: dict[str, tuple[tuple[int, ...], Callable[..., Any]]] = {
-    "rows of 1024": ((1, 1024, 16), nothing),
+    "rows of 1024": ((1, 1024, 16), lambda *_: None),
     "the environment": ((2, 12, 16), lambda monkeypatch, *_: monkeypatch.setenv("MT_TEST_DOUBLED", "1")),
     "a word of the environment": ((2, 12, 16), lambda monkeypatch, *_: monkeypatch.setenv("MT_TEST_WORD", "2")),
     "a variable that it does not name": ((2, 12, 16), lambda monkeypatch, *_: monkeypatch.setenv(UNNAMED, "1")),
@@ -300,7 +286,7 @@ WHERE: dict[str, tuple[tuple[int, ...], Callable[..., Any]]] = {
         ADVERSARIES["an object of a default"].__defaults__[0], "scale", 2.0)),
     "a dict in a tuple of a default": ((2, 12, 16), lambda monkeypatch, *_: monkeypatch.setitem(
         ADVERSARIES["a dict in a tuple of a default"].__defaults__[0][0], "scale", 2.0)),
-    "strides": ((3, 12, 16), nothing),
+    "strides": ((3, 12, 16), lambda *_: None),
     "a global list": ((2, 12, 16), lambda monkeypatch, *_: monkeypatch.setitem(globals(), "COUNT", [0] * 9)),
     "its gradient's need": ((2, 12, 16), frozen_before),
     "the default type": ((2, 12, 16), default_type),
@@ -361,11 +347,26 @@ def test_a_module_with_something_of_its_own_runs_its_own_code(what: str, judged:
         or judged[what].startswith("its own (it "), judged[what]
 
 
-def test_a_refusal_leaves_no_autocast_on(judged: dict[str, str]) -> None:
-    """Inside one, torch keeps copies of weights in 16 bits, also over their updates."""
-    assert "autocast" in judged["autocast inside"]
+def test_a_refusal_leaves_no_state_of_torch_changed(judged: dict[str, str]) -> None:
+    """Inside autocast, torch keeps copies of weights in 16 bits, also over their updates."""
+    assert "autocast" in judged["autocast inside"] and "_set_fwd_grad_enabled" in judged["a state of torch's"]
     deep = torch.autocast_increment_nesting()
     assert (deep, torch.autocast_decrement_nesting(), torch.is_autocast_enabled("cpu")) == (1, 0, False)
+    assert torch.backends.cuda.flash_sdp_enabled() and torch._C._is_fwd_grad_enabled()
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_module_that_has_no_gradient_or_fails_on_random_data_runs_its_own_code(fails: bool) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if x.shape[1] > 64:                  # as many tokens as the look at numbers has
+            return self.normed(x)
+        assert not fails, "too short"
+        return self.normed(x).detach()
+
+    own = type("Own", (Norm,), {"forward": forward})()
+    model = mt.stream(nn.Sequential(nn.Linear(16, 16), own), "cpu", compute="fused", units=["0", "1"])
+    model(torch.randn(2, 65, 16)).square().mean().backward()
+    assert ("torch.float32: AssertionError('too short" if fails else "one tensor with a gradient") in runtime_of(model).windows[1].code
 
 
 @pytest.mark.parametrize("what", WHERE)

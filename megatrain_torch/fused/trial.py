@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from ..base.codes import format_of
+from ..base.errors import MegatrainError
 from ..graph.frames import SavedFrame
 from ..graph.window import Stack
 from .proof.experts import loop_of
@@ -192,18 +193,20 @@ class Trial:
         plain = plain_linears(fused, fused.exact(fused.names))
         loops = [(m, types.MethodType(loop_of(m), m)) for m in fused.loops]
         adds = [(m, types.MethodType(adapted_one_by_one, m)) for m in fused.wrappers if hasattr(m, "get_delta_factors")]
-        try:
-            with put_in([*plain, *loops]), put_in(adds, "_activate_lora"), InFp32():
-                return self._run(bound, *_widened((x, kwargs)))
-        except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
-            raise Unfit(f"its code cannot be run in fp32: {str(error).strip().splitlines()[0]}") from error
+        with put_in([*plain, *loops]), put_in(adds, "_activate_lora"), InFp32():
+            return self._run(bound, *_widened((x, kwargs)))
 
     def _run(self, bound: Any, x: Tensor, kwargs: Any) -> Run:
         x = x.detach().requires_grad_(x.is_floating_point())
-        with torch.enable_grad():            # no graph of a look holds a slot
-            y = self.window.run((x,), kwargs, bound, SavedFrame(self.window))
-        if not isinstance(y, Tensor):
-            raise Unfit("its forward gives something else than one tensor")
+        try:
+            with torch.enable_grad():        # no graph of a look holds a slot
+                y = self.window.run((x,), kwargs, bound, SavedFrame(self.window))
+        except MegatrainError:
+            raise                            # of a drive, say: none of the module's
+        except Exception as error:
+            raise Unfit(f"its code fails on random data of {x.dtype}: {error!r:.300}") from error
+        if not isinstance(y, Tensor) or not y.requires_grad:
+            raise Unfit("its forward gives something else than one tensor with a gradient")
         return y, {**({"dx": x} if x.requires_grad else {}),
                    **{n: bound[r] for n, r in zip(self.fused.trained_names, self.window.trainable)}}
 

@@ -16,39 +16,28 @@ from torch import Tensor, nn
 from ..base.errors import MegatrainError
 from .head import DeferredLogits
 
-FORWARD = "concatenated_forward"     # of ORPOTrainer and CPOTrainer; seen in TRL 1.16
+LOGPS = "get_batch_logps"            # of ORPOTrainer and CPOTrainer; seen in TRL 1.16
 OWN, ODDS, TILES = "", "odds", "tiles"
-# Of models that trainers have: what plans count (plans/cost.py). Others have their own loss.
-losses: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+# By model, the trainer whose loss plans count (plans/cost.py) while it is there.
+trainers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 def loss_of(kind: Any) -> str:
     """Of a class of trainers: ODDS, two uses of the model's logits; TILES, a head of TRL's; OWN, the model's loss."""
     if not isinstance(kind, type):
         raise MegatrainError(f"trainer={kind!r}: give the trainer's class, such as ORPOTrainer")
-    mro = kind.__mro__
-    if any(FORWARD in vars(k) for k in mro):
+    if hasattr(kind, LOGPS):
         return ODDS
-    tiled = any(hasattr(sys.modules.get(k.__module__), "add_fused_lm_head") for k in mro)
+    tiled = any(hasattr(sys.modules.get(k.__module__), "add_fused_lm_head") for k in kind.__mro__)
     return TILES if tiled else OWN
 
 
 def defer(trainer: Any) -> None:
-    """Log p of labels needs no logits in this trainer of a streamed model, nor do means of logits. TRL's own functions,
-    which are as they were, give a kernel all logits on CUDA."""
-    if not hasattr(trainer, FORWARD):
-        return
-    trainer.concatenated_forward = functools.partial(_brief, trainer.concatenated_forward)
-    if getattr(type(trainer).get_batch_logps, "__module__", "").startswith("trl."):
-        trainer.get_batch_logps = functools.partial(_logps, trainer.get_batch_logps)
-
-
-def _brief(own: Any, *args: Any, **kw: Any) -> Any:
-    out = own(*args, **kw)
-    for logits in out:                           # the trainer's next lines detach them for a mean
-        if isinstance(logits, DeferredLogits):
-            logits._logits.brief = True
-    return out
+    """Log p of labels needs no logits in this trainer of a streamed model, nor do means of logits. TRL's own function,
+    which is as it was, gives a kernel all logits on CUDA."""
+    own = getattr(trainer, LOGPS, None)
+    if getattr(own, "__module__", "").startswith("trl."):
+        trainer.get_batch_logps = functools.partial(_logps, own)
 
 
 def _logps(own: Any, logits: Tensor, labels: Tensor, average_log_prob: bool = False, is_encoder_decoder: bool = False
@@ -56,6 +45,7 @@ def _logps(own: Any, logits: Tensor, labels: Tensor, average_log_prob: bool = Fa
     """[B] Sum, or mean, of log p of the labels [B, S] that are not -100, of logits [B, S, V]."""
     if not isinstance(logits, DeferredLogits) or logits.shape[:-1] != labels.shape:
         return own(logits, labels, average_log_prob, is_encoder_decoder)
+    logits._logits.brief = True              # the trainer detaches them after this for a mean, and for nothing else
     if not is_encoder_decoder:
         logits, labels = logits[:, :-1], labels[:, 1:]
     learned = labels != -100

@@ -32,7 +32,7 @@ from ..base.modes import check_layers
 from ..base.units import Group, find, stored_dtype
 from ..base.units import group as grouped
 from ..fused.layer import codable
-from ..fused.trl import defer, loss_of, losses
+from ..fused.trl import defer, trainers
 from ..graph.exchange import Exchange
 from ..group.between import Between
 from ..group.control import calling
@@ -254,7 +254,7 @@ def stream_trainer(kind: Callable[..., Any], model: nn.Module, args: Any, *,
     finally:
         args.__class__ = own                         # a class that a checkpoint's pickle can name
     stream_with = {"device": args.device} | (stream_with or {})
-    losses[trainer.model] = loss_of(type(trainer))
+    trainers[trainer.model] = weakref.ref(trainer)
     stream(trainer.model, **stream_with)
     if isinstance(reference := getattr(trainer, "ref_model", None), nn.Module):
         limits = {k: v for k, v in stream_with.items() if k in ("device", "vram", "host")}

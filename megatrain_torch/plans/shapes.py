@@ -35,7 +35,7 @@ from ..base.units import (
 )
 from ..fused.layer import runs
 from ..fused.templates import Sizes, Unfit
-from ..fused.trl import OWN, loss_of, losses
+from ..fused.trl import OWN, loss_of, trainers
 from ..graph.door import window_of
 from ..store.bases import shape_codes
 
@@ -155,10 +155,8 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
     are asked. A config without a dtype of its own is taken for bf16. Raises MegatrainError where it is neither; for
     `layers`, `base` or `adapter` with a module; and as mt.from_pretrained of `base`."""
     check_dtype(dtype)
-    if trainer is not None:
-        loss = loss_of(trainer)
-    else:
-        loss = losses.get(model, OWN) if isinstance(model, nn.Module) else OWN
+    its = trainers.get(model) if isinstance(model, nn.Module) else None
+    loss = loss_of(trainer) if trainer is not None else loss_of(type(its and its()))     # without one: OWN
     if layers is not None:
         check_count(layers, "layers")
     if base is not None or adapter is not None:         # what mt.from_pretrained makes of such a checkpoint

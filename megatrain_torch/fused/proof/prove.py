@@ -190,7 +190,6 @@ class Proof(torch.fx.Interpreter):
         self.extra_traceback = False         # else Unfit would say the node as well
         self.read, self.values, self.known = graph, Values(), 0
         self.gathered: list[int] = []
-        self._entered: list[Any] = []        # modes, such as autocast, that the graph is in
         self._named, self._atoms = named, {}
         self._fakes = {id(t): graph.inputs[name][1] for name, t in graph.real.items() if isinstance(t, Tensor)}
         self._sizes = _sizes(graph)
@@ -218,12 +217,7 @@ class Proof(torch.fx.Interpreter):
         self.gathered.clear()
         device = next((t.device.type for t in self._fakes.values()), "cpu")
         with torch.enable_grad(), torch.autocast(device, enabled=False), self.read.fake, self.values:
-            try:
-                return [self.values.of(run()), *self.gathered]
-            finally:
-                # Refused half way, it is in them still: autocast would keep its copies of weights for good.
-                while self._entered:
-                    self._entered.pop().__exit__(None, None, None)
+            return [self.values.of(run()), *self.gathered]
 
     def gather(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         self.gathered += map(self.values.of, tensors)
@@ -271,6 +265,14 @@ class Proof(torch.fx.Interpreter):
         """Says in which line of the module's code it stands, file:line."""
         lines = re.findall(r'File "(?:[^"]*[/\\\\])?([^"]*)", line (\d+)', node.meta.get("stack_trace") or "")
         self.values.place = ":".join(lines[-1]) if lines else ""
+        # What neither reads nor gives a tensor sets a state of torch's, in which a proof that fails would leave it.
+        read = [n.meta.get("example_value") for n in node.all_input_nodes]
+        if node.op == "call_function" and node.target is not torch._C._set_grad_enabled \
+                and "example_value" not in node.meta and not any(isinstance(v, Tensor) for v in read):
+            home = node.target.__module__
+            if home != "torch.nn.attention" and (home != "torch.amp.autocast_mode" or node.args[2:3] == (True,)):
+                raise Unfit(f"it calls {node.target.__name__}, which sets a state of torch's")
+            return None                      # which kernels attention may run by, and autocast off: the same here
         return super().run_node(node)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -280,12 +282,7 @@ class Proof(torch.fx.Interpreter):
             return self.gather(*args)
         if not _shows_its_gradient(target):
             raise Unfit(f"it calls {getattr(target, '__name__', target)}, whose gradient may be anything")
-        out, name = super().call_function(target, args, kwargs), getattr(target, "__name__", "")
-        if name.startswith("_enter_"):
-            self._entered.append(out)
-        elif name.startswith("_exit_"):
-            self._entered.remove(args[0])
-        return out
+        return super().call_function(target, args, kwargs)
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         raise Unfit(f"it calls {target}, into which dynamo did not look")
@@ -544,8 +541,8 @@ def prove(graph: Graph | None, template: Template, module: nn.Module, weights: d
         out = proof.run(*graph.real.values())
         if not isinstance(out, tuple | list) or len(out) != 1 or not isinstance(out[0], Tensor):
             raise Unfit("its forward gives something else than one tensor")
-        if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
-            raise Unfit("it leaves gradients off, or autocast on, for what comes after it")
+        if not torch.is_grad_enabled():
+            raise Unfit("it leaves gradients off for what comes after it")
         return out[0]
 
     try:

@@ -182,8 +182,7 @@ class Values(TorchDispatchMode):
 
     def _plain(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key:
         """Operation, arguments as its schema names them, type and sizes of what it gives; not where it runs."""
-        name = func._schema.name.removeprefix("aten::")
-        name = name.removesuffix("_") if func._schema.is_mutable else name
+        name = func._schema.name.removeprefix("aten::").removesuffix("_" * func._schema.is_mutable)
         rest = tuple((k, self._operand(v)) for k, v in sorted(kwargs.items()) if isinstance(v, Tensor) or
                      k not in ("device", "layout", "pin_memory", "memory_format", "generator"))
         return name, *map(self._operand, args), rest, str(out.dtype), out.shape
@@ -382,8 +381,6 @@ RULES: dict[Any, Callable[..., Any]] = {
 # ---- opaque functions ------------------------------------------------------------------------------
 
 def opaque(values: Values, name: Key, shape: Any, like: Tensor, *tensors: Tensor | None) -> Tensor:
-    if torch.is_autocast_enabled(like.device.type):
-        raise Unfit("it turns autocast on")
     out = like.new_empty(tuple(shape))
 
     def made() -> Iterator[tuple[Key, Shape]]:

@@ -55,9 +55,12 @@ class Decoder(Template):
                       and any(fits((sum(one.rows), one.inputs), torch.bfloat16) for one in self.linears))
         known = {*self.attention.names, *self.mlp.names, *(n.weight for n in self.norms),
                  *(n for one in self.linears for n in one.names)}
-        for name, _ in layer.named_parameters():
+        first: dict[int, str] = {}
+        for name, p in layer.named_parameters(remove_duplicate=False):
             if name not in known:
                 raise Unfit(f"it has a parameter that the template does not know: {name}")
+            if first.setdefault(id(p), name) != name:
+                raise Unfit(f"{first[id(p)]} and {name} are one parameter")
         for name, m in layer.named_modules():
             if isinstance(m, nn.Dropout) and m.p > 0:
                 raise Unfit(f"{name} drops out")

@@ -290,7 +290,7 @@ class Experts:
             raise Unfit(f"{name} has a bias in one place only")
         self.names = {self.gu, self.down, *self.biases, *more}
         self.widths = {self.gu: (hidden, 2 * self.inter), self.down: (self.inter, hidden)}
-        sizes = {n: tuple(p.shape) for n, p in layer.named_parameters()}
+        sizes = {n: tuple(p.shape) for n, p in layer.named_parameters(remove_duplicate=False)}
         for stack, adapter in self.adapters.items():
             (fan_in, fan_out), ranks = self.widths.get(stack, (0, 0)), self.count * adapter.rank
             if (sizes[adapter.a], sizes[adapter.b]) != ((ranks, fan_in), (fan_out, ranks)):

@@ -353,7 +353,7 @@ class Linears:
         self.biases = tuple(f"{n}.bias" for n, _, _, _ in found) if biased[0] else ()
         self.adapters = {w: own for w, (_, _, own, _) in zip(self.weights, found) if own}
         self.names = (*self.weights, *self.biases, *(n for *_, more in found for n in more))
-        own = dict(layer.named_parameters())
+        own = dict(layer.named_parameters(remove_duplicate=False))
         if len({own[n].dtype for adapters in self.adapters.values() for a in adapters for n in (a.a, a.b)}) > 1:
             raise Unfit(f"adapters of {', '.join(names)} are of several types")
         self.beside: list[tuple[slice, slice, Adapter]] = []
