@@ -29,7 +29,6 @@ import torch
 from torch import distributed as dist
 
 from megatrain_torch import MegatrainError
-from megatrain_torch.base.limits import cpus
 
 T = TypeVar("T")
 # Who started this one; a file of why processes end; the first one's socket, on which its store listens.
@@ -153,10 +152,11 @@ def launch(words: Sequence[str], gpus: int) -> int:
     """Runs the command in as many processes; returns the status of the first that failed, or 0."""
     deadline, told = math.inf, tempfile.NamedTemporaryFile("r")
     failed = (0, 0)                      # code and rank of the first that did not end well
+    threads = max(1, (len(os.sched_getaffinity(0)) - 1) // gpus)
     meet = socket.create_server(("127.0.0.1", 0))        # the first one inherits it: so its port stays theirs
     # What torchrun sets, for those who look there; modules are looked for where this process finds them.
-    env = {"OMP_NUM_THREADS": str(max(1, (cpus() - 1) // gpus)), **os.environ, LAUNCHER: str(os.getpid()),
-           TOLD: told.name, "WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(gpus), "MASTER_ADDR": "127.0.0.1",
+    env = {"OMP_NUM_THREADS": str(threads), **os.environ, LAUNCHER: str(os.getpid()), TOLD: told.name,
+           "WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(gpus), "MASTER_ADDR": "127.0.0.1",
            "MASTER_PORT": str(meet.getsockname()[1]), MEET: str(meet.fileno()), "PYTHONSAFEPATH": "1",
            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     quiet = {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}

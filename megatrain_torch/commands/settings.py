@@ -9,6 +9,7 @@ import difflib
 import importlib.util
 import json
 import math
+import os
 import re
 import shlex
 import sys
@@ -21,7 +22,6 @@ import torch
 
 import megatrain_torch as mt
 from megatrain_torch import MegatrainError
-from megatrain_torch.base.limits import cpus
 
 METHODS = ("sft", "dpo", "kto", "orpo", "reward", "grpo")
 SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt",
@@ -264,7 +264,7 @@ class Settings:
     # ---- what was not given ----
 
     def for_machine(self) -> Settings:
-        device, cores = device_of(self.device), cpus()
+        device, cores = device_of(self.device), len(os.sched_getaffinity(0))
         there = torch.cuda.device_count() if device == "cuda" else max(2, cores)
         if self.gpus > there:
             what = "CUDA devices" if device == "cuda" else "cores, with a process on each,"
