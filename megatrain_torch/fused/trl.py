@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..base.errors import MegatrainError
 from .head import DeferredLogits
 
-LOGPS = "get_batch_logps"            # of ORPOTrainer and CPOTrainer; seen in TRL 1.16
+_LOGPS = "get_batch_logps"           # of ORPOTrainer and CPOTrainer; seen in TRL 1.16
 OWN, ODDS, TILES = "", "odds", "tiles"
 # By model, the trainer whose loss plans count (plans/cost.py) while it is there.
 trainers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
@@ -26,7 +26,7 @@ def loss_of(kind: Any) -> str:
     """Of a class of trainers: ODDS, two uses of the model's logits; TILES, a head of TRL's; OWN, the model's loss."""
     if not isinstance(kind, type):
         raise MegatrainError(f"trainer={kind!r}: give the trainer's class, such as ORPOTrainer")
-    if hasattr(kind, LOGPS):
+    if hasattr(kind, _LOGPS):
         return ODDS
     tiled = any(hasattr(sys.modules.get(k.__module__), "add_fused_lm_head") for k in kind.__mro__)
     return TILES if tiled else OWN
@@ -35,7 +35,7 @@ def loss_of(kind: Any) -> str:
 def defer(trainer: Any) -> None:
     """Log p of labels needs no logits in this trainer of a streamed model, nor do means of logits. TRL's own function,
     which is as it was, gives a kernel all logits on CUDA."""
-    own = getattr(trainer, LOGPS, None)
+    own = getattr(trainer, _LOGPS, None)
     if getattr(own, "__module__", "").startswith("trl."):
         trainer.get_batch_logps = functools.partial(_logps, own)
 
