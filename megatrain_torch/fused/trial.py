@@ -179,7 +179,8 @@ class Trial:
             return
         router = self.template.mlp.router
         handle = self.window.module.get_submodule(router.name).register_forward_hook(
-            lambda module, args, out: chosen.append(out[2].detach()))
+            # Logits and weights come in an order that transformers has changed; numbers of experts are integers.
+            lambda module, args, out: chosen.extend(t.detach() for t in out if not t.is_floating_point()))
         try:
             yield chosen
         finally:
