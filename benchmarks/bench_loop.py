@@ -72,6 +72,7 @@ def parser():
     add("--told", action="store_true", help="mt.stream(model, tokens=, seq=), where it takes them")
     add("--by-hand", metavar="JSON", help='plan={...} by hand, as {"activations": "saved"}')
     add("--machine", help="for --plan; default: this one, or cpu")
+    add("--delivery", choices=["whole", "shards"], help="for --plan, of several GPUs; default: the plan's choice")
     add("--vram")
     add("--host")
     add("--nvme")
@@ -380,7 +381,9 @@ def begun(args, made, out, group=None):
     now = time.perf_counter()
     if args.plan:
         mates = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        more = {"gpus": mates, "machines": several() // mates} if several() > 1 and group is None else {}
+        more = {}
+        if several() > 1 and group is None:
+            more = {"gpus": mates, "machines": several() // mates, "delivery": args.delivery}
         plan = None if rank() else mt.plan(
             model, tokens=args.tokens, seq=args.seq, machine=args.machine or (None if cuda else "cpu"),
             micro=args.micro, states=args.states, compute=args.compute, **kwargs, **more)

@@ -40,6 +40,8 @@ _LOOK_S = 1.0                # between two looks; what is the same in both is ta
 _STAYS_S = 10.0              # that a note of a wait given up stays, so that the others see why
 _numbers = itertools.count()
 _calls = threading.local()
+_under_way: dict[int, tuple[float, Callable[[str], None], str]] = {}     # waits: when, by whom and what to warn of
+_lookout = threading.Thread()                # one for all waits: there are dozens in a backward
 
 
 class Control:
@@ -204,9 +206,9 @@ class Control:
     def named(self, what: str) -> Iterator[None]:
         """An error of torch.distributed becomes one that says which process is gone, and what this one was doing; a
         long wait is told."""
-        late = threading.Timer(_WARN_S, self._warn, (self._told(what),))
-        late.daemon = True
-        late.start()
+        number = next(_numbers)
+        _under_way[number] = time.monotonic() + _WARN_S, self._warn, self._told(what)
+        _look_out()
         try:
             yield
         except MegatrainError:
@@ -216,7 +218,7 @@ class Control:
             self._waits.broke(said)
             raise MegatrainError(said) from error
         finally:
-            late.cancel()
+            _under_way.pop(number, None)
 
     def _warn(self, what: str) -> None:
         warnings.warn(f"rank {self._rank} has waited for other processes for {_WARN_S:.0f} s while it {what} "
@@ -238,6 +240,21 @@ class Control:
                 return gone
             time.sleep(0.05)
         return "another process of the group is gone, or does something else,"
+
+
+def _look_out() -> None:
+    global _lookout
+    if not _lookout.is_alive():              # nor after a fork
+        _lookout = threading.Thread(target=_warn_late, name="mt-late", daemon=True)
+        _lookout.start()
+
+
+def _warn_late() -> None:
+    while True:
+        time.sleep(1.0)
+        for number, (due, warn, what) in list(_under_way.items()):
+            if time.monotonic() > due and _under_way.pop(number, None):
+                warn(what)
 
 
 def _has_gloo(group: dist.ProcessGroup) -> bool:

@@ -176,6 +176,10 @@ class Ring:
             first = strands if whole is None else whole.records
             self.stacks[first[0]] = Stacked(first, whole, parts[name])
 
+    def cuts(self, unit: int) -> bool:
+        """Is the unit never in a slot as a whole?"""
+        return unit in self._owners.values()
+
     def unit_of(self, number: int) -> int:
         """The unit of this number, or that is cut to this one."""
         return self._owners.get(number, number)
