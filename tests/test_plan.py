@@ -389,7 +389,8 @@ def every_choice(p: Problem) -> list[Choice]:
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("fleet", [Fleet(), Fleet(4, 2)], ids=str)
 def test_the_search_finds_the_least_time_of_all_choices(vram: int, fused: bool, fleet: Fleet) -> None:
-    p = problem(shape_of(small(3)), vram + 81 * GIB // 32 * (not fleet.alone), fused=fused, seq=2048,
+    nccl = fleet.seen(FLAT).vram_overhead_bytes - FLAT.vram_overhead_bytes
+    p = problem(shape_of(small(3)), vram + (81 * GIB // 32 + nccl) * (not fleet.alone), fused=fused, seq=2048,
                 fleet=fleet)
     p = few_cores(p) if vram == 3 * GIB else p
     tried = [p.time(c).seconds for c in every_choice(p)]

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
 import megatrain_torch as mt
 from megatrain_torch.model.stream import runtime_of
-from megatrain_torch.plans import doctor
+from megatrain_torch.plans import doctor, tally
 from megatrain_torch.plans.machine import MACHINES, SHARED_ADAM
 from megatrain_torch.plans.shapes import shapes_of
 
@@ -74,8 +74,11 @@ WIDE = shapes_of(seven(12))("fp32")
 @pytest.mark.parametrize("gpus, machines", [(2, 1), (8, 1), (1, 2), (8, 16)])
 def test_a_machine_has_one_store_and_its_part_of_the_states(gpus: int, machines: int) -> None:
     one = mt.plan(seven(12), machine=FLAT, **ASKED).host
-    plan = mt.plan(seven(12), machine=dataclasses.replace(LINKED, host_bytes=10**12), gpus=gpus, machines=machines, **ASKED)
-    host = plan.host
+    linked = dataclasses.replace(LINKED, host_bytes=10**12, vram_bytes=40 * GIB, communicator_bytes=GIB)
+    plan = mt.plan(seven(12), machine=linked, gpus=gpus, machines=machines, **ASKED)
+    host, pairs = plan.host, 2 * (machines - 1) * tally.PAIR_BYTES
+    nccl = GIB + pairs + (gpus > 2) * tally.MORE_BYTES
+    assert plan.vram["context, libraries"] == LINKED.vram_overhead_bytes + nccl
     assert host["weights"] == one["weights"]
     for plane in ("masters", "moments", "gradients"):
         assert host[plane] == -(-one[plane] // machines)

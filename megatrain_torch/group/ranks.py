@@ -25,6 +25,7 @@ from ..base.errors import MegatrainError
 from .control import PATIENCE, Control
 
 _LAUNCHER_S = 1.0            # from one look for the launcher to the next
+_CONNECT_BYTES = 16 << 20    # to each rank
 _watching = threading.Lock() # taken for good by the first
 
 
@@ -50,16 +51,20 @@ class Ranks:
         """Makes what tensors of the device travel by, and so takes its memory there, before anybody asks how much is
         free. All come here."""
         nccl = device.type == "cuda" and self.nccl()
-        before = torch.cuda.mem_get_info(device)[0] if nccl else 0
         if nccl:
+            torch.cuda.empty_cache()
+            before = torch.cuda.mem_get_info(device)[0]
             with torch.cuda.device(device), self.control.named("connects to the others' GPUs"):
-                sent = torch.zeros(self.size, device=device)
+                # Of more bytes NCCL opens more channels, which take memory then.
+                sent = torch.zeros(self.size * _CONNECT_BYTES, dtype=torch.uint8, device=device)
                 dist.all_to_all_single(torch.empty_like(sent), sent, group=self.data)
+                del sent
         pairs = [*((self.rank, r) for r in self.hearers().values()), *((r, self.rank) for r in self.spoken_for())]
         for pair in sorted(pairs, key=lambda pair: (sorted(pair), pair)):
             self.ways[pair] = self.control.way(*pair, device if nccl else torch.device("cpu"))
         if nccl:
             torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()
             Ranks.taken += max(before - torch.cuda.mem_get_info(device)[0], 0)
 
     def aside(self) -> Ranks:

@@ -173,7 +173,7 @@ class Problem:
     def device_bytes(self, choice: Choice) -> dict[str, int]:
         """On the device by what they hold, at the peak of a step."""
         kept, work, flying, peak, early, *_ = self.memory(choice.micro, choice.modes)
-        table = {"context, libraries": self.machine.vram_overhead_bytes,
+        table = {"context, libraries": self.seen.vram_overhead_bytes,
                  **self.tally.device(choice.homes, choice.ring, choice.micro),
                  **({"exchange between GPUs": n} if (n := self.exchange.buffers) else {}),
                  "activations": kept, "work": work, "gradients under way": flying,
@@ -430,7 +430,7 @@ class Problem:
         """The fields of mt_search, by their names in csrc/walk/search.h."""
         counts, codes = self.micro_counts, self._coded(homes for homes, _ in self.rows)
         several = np.array([some for _, some in self.rows], dtype=np.int64)
-        planes = (codes == HOMES.index("through")).any(-1) * THROUGH_BYTES + self.machine.vram_overhead_bytes \
+        planes = (codes == HOMES.index("through")).any(-1) * THROUGH_BYTES + self.seen.vram_overhead_bytes \
             + self.exchange.buffers + sum(self.tally.at_home(codes, 1 + several).values())
         room = np.full(len(codes), self.wishes.nvme or 0) - sum(self.tally.disk(codes).values())
         return SimpleNamespace(

@@ -43,6 +43,7 @@ _Homes = Sequence[str] | np.ndarray
 _CODES = {home: code for code, home in enumerate(HOMES)}
 
 ADDED_BYTES = 14                # per parameter in host memory: a further micro-batch's sum
+MORE_BYTES = 560 << 20          # of the communicator of more than two GPUs, beyond that of two: four H200
 PAIR_BYTES = 200 << 20          # of a communicator of two ranks, one of each direction between machines: 389 MiB with
                                 # all channels that NCCL opens, of which it is let have 8
 WAY_BYTES = between.PIECE       # on the device: what goes from or to host memory that is not locked lies there
@@ -88,7 +89,8 @@ class Fleet:
         drive's rate is what it is where it reads and writes states, and AdamW's that of all together."""
         if self.alone:
             return machine
-        alone, nccl = machine.adam_gparams[-1][1], machine.communicator_bytes + PAIR_BYTES * 2 * (self.machines - 1)
+        alone, nccl = machine.adam_gparams[-1][1], machine.communicator_bytes + MORE_BYTES * (self.gpus > 2)
+        nccl += PAIR_BYTES * 2 * (self.machines - 1)
         shared = min(machine.shared_gparams / alone, 1.0) if machine.shared_gparams else SHARED_ADAM
         host_gbps = host_rate(machine) / 1e9
         machine = dataclasses.replace(
