@@ -156,7 +156,6 @@ def test_a_refusal_of_several_offers_nothing_they_cannot_have() -> None:
         again = mt.plan(seven(30), **{"tokens": 8192, "seq": 1024, "gpus": 2, "machine": dataclasses.replace(
             LINKED, vram_bytes=40 * GIB)} | way.changes)
         assert again.tokens_per_second >= way.tokens_per_second > 0.5 * again.tokens_per_second
-        assert "disk+weights" not in again.homes.values()
 
 
 @pytest.mark.parametrize("gpus, machines", [(2, 1), (4, 2)])

@@ -8,7 +8,7 @@ static void sum_row(void *ctx, int64_t t)
     const mt_row_sums *s = ctx;
 
     for (int64_t i = 0; i < s->n; i++) {
-        float sum = 0;
+        float sum = -0.0f;               /* a sum of one is that one, -0 too */
 
         for (int64_t c = t * s->k; c < (t + 1) * s->k; c++) {
             float x = mt__get(s->dtype, s->x, s->place[c] * s->n + i);

@@ -47,8 +47,10 @@ __global__ void __launch_bounds__(THREADS) sum_kernel(const mt_row_sums s)
         return;
     for (int64_t t = (int64_t)blockIdx.y * blockDim.y + threadIdx.y; t < s.tokens;
          t += tokens_apart) {
-        float sum[W] = {};
+        float sum[W];
 
+        for (int e = 0; e < W; e++)
+            sum[e] = -0.0f;                  // a sum of one is that one, -0 too
         for (int64_t j = 0; j < s.k; j += AHEAD) {
             pack<T, W> x[AHEAD];
             float      weight[AHEAD];

@@ -42,7 +42,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from .. import _core
+from .. import _core, ops
 from ..base.errors import MegatrainError
 from ..group.control import most
 from ..group.ranks import Ranks
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from ..model.runtime import Runtime
     from .handover import HandOver
 
+_ROW = 4096                              # bytes that are summed by a few threads: a buffer has whole rows
+_SUMMED = {torch.bfloat16, torch.float16, torch.float32}
 _ALIGN = 16                              # bytes, at which a parcel begins in a buffer
 LANE, WORK = _core.LANES["exchange"], _core.WORKS["offload"]
 
@@ -86,7 +88,20 @@ class Layout:
                     own.append(Parcel(r, first, last - first, at))
                     at += -(-(last - first) * r.dtype.itemsize // _ALIGN) * _ALIGN
             self.parcels.append(own)
-            self.bytes.append(at)
+            self.bytes.append(-(-at // _ROW) * _ROW)
+        kinds = {r.dtype for r in records}
+        self.kind = kinds.pop() if len(kinds) == 1 and kinds <= _SUMMED else None        # of all; None: of each its own
+
+    def total(self, rank: int, parts: Tensor, scale: float) -> dict[Record, Tensor]:
+        """What is this rank's of each: `total` of all ranks' parts. parts: [bytes], one rank's behind another's."""
+        own = self.parcels[rank]
+        if self.kind is None:
+            each = parts.view(len(self.bytes), -1).unbind()
+            return {p.record: total([p.of(part) for part in each], scale).to(p.record.dtype) for p in own}
+        rows = parts.view(self.kind).view(-1, _ROW // self.kind.itemsize)
+        place = torch.arange(len(rows), device=rows.device).view(len(self.bytes), -1).t().flatten()
+        found = ops.sum_rows(rows, place, self.bytes[rank] // _ROW, factor=scale).view(-1).view(torch.uint8)
+        return {p.record: p.of(found) for p in own}
 
 
 def pack(parcels: list[Parcel], grads: dict[Record, Tensor], buffer: Tensor) -> None:
@@ -380,8 +395,7 @@ class Exchange:
             with self._ranks.control.named(f"exchanges gradients of unit {sent.unit}"):
                 sent.work.wait()
             self._model.core.span_end(sent.span, sent.buffers[1].numel(), self._stream())
-            parts = tuple(sent.buffers[0].view(self._ranks.size, -1))
-            mine = {p.record: p for p in sent.layout.parcels[self._ranks.rank]}
+            mine = sent.layout.total(self._ranks.rank, sent.buffers[0], self._scale)
             items: list[tuple[Any, ...]] = []
             sources: list[Tensor] = []
             for r in sent.records:
@@ -390,7 +404,7 @@ class Exchange:
                                                   "gradients of several processes cannot be added to that")
                     continue
                 # One of which nothing is this rank's is put too: the engine knows then that it has come.
-                grad = total([mine[r].of(part) for part in parts], self._scale).to(r.dtype) if r in mine else None
+                grad = mine.get(r)
                 sources += [] if grad is None else [grad]
                 items.append((r.index, 0 if grad is None else grad.data_ptr(), *found))
                 self._came.setdefault(sent.unit, set()).add(r)

@@ -252,9 +252,13 @@ def _look_out() -> None:
 def _warn_late() -> None:
     while True:
         time.sleep(1.0)
-        for number, (due, warn, what) in list(_under_way.items()):
-            if time.monotonic() > due and _under_way.pop(number, None):
-                warn(what)
+        _tell_late()                         # of its own: a frame that lasts would hold the model of the last wait
+
+
+def _tell_late() -> None:
+    for number, (due, warn, what) in list(_under_way.items()):
+        if time.monotonic() > due and _under_way.pop(number, None):
+            warn(what)
 
 
 def _has_gloo(group: dist.ProcessGroup) -> bool:

@@ -371,8 +371,7 @@ class Exchange:
         self.memory_rate = host_rate(machine) / g * apart
         # Gradients are exchanged within the machine and added; between machines; by which that holds up what is
         # computed beside it.
-        wide = np.maximum(gradients, [u.sums for u in units])      # a sum in fp32; of fp32 weights the gradient itself
-        added = (gradients + wide / g) * apart          # read, and written, by the sum
+        added = gradients * (1 + 1 / g) * apart         # read, and written, by the sum
         self.exchange_s = leaving / links + added / (machine.hbm_gbps * 1e9)
         network, crossing = machine.network_gbps * 1e9, gradients * ((m - 1) / m)
         across = g * gradients * ((m - 1) / m)          # of a whole machine
@@ -391,10 +390,10 @@ class Exchange:
         self.peers = links * (apart and m == 1 and not self.on_link)
         sizes = np.pad(gradients, 1)
         packed = BUFFERS * gradients + np.maximum(sizes[:-2], sizes[2:])
-        # Bytes on the device: gradients packed, and on their way home; a sum, before it is rounded; communicators; ways
-        # to all other machines, and from each.
+        # Bytes on the device: gradients packed, and on their way home; communicators; ways to all other machines, and
+        # from each.
         self.buffers = apart * (
-            int(packed.max(initial=0)) + OFFLOAD_DEPTH * int(self.home.max(initial=0)) - int(-wide.max(initial=0) // n)
+            int(packed.max(initial=0)) + OFFLOAD_DEPTH * int(self.home.max(initial=0))
             + int(SECOND * machine.communicator_bytes) * (self.parts > 1 and machine.device == "cuda")
             + POOL_BYTES + m * WAY_BYTES * (m > 1))
 
