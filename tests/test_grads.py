@@ -21,6 +21,7 @@ from zoo import update
 
 import megatrain_torch as mt
 from megatrain_torch import _core
+from megatrain_torch.graph import exchange
 from megatrain_torch.plans.search import Problem
 from megatrain_torch.plans.tally import Asked
 
@@ -226,3 +227,33 @@ def test_plans_count_what_is_not_kept_and_refuse_what_needs_it() -> None:
     counted = [Asked("dots", groups, torch.bfloat16, ("ram",) * 40, keeps=keeps).host()["gradients"]
                for keeps in (True, False)]
     assert counted == [40 * 2 << 20, 3 * 2 << 20]
+
+
+@dataclasses.dataclass(eq=False)
+class Place:
+    dtype: torch.dtype
+    offset: int
+    nbytes: int
+
+
+@pytest.mark.parametrize("kinds", [["bfloat16"], ["float16"], ["float32"], ["float64"], ["bfloat16", "float32"]], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 1 / 3])
+def test_gradients_of_ranks_are_added_in_their_order_in_fp32(kinds: list[str], scale: float) -> None:
+    """And rounded once; -0 stays what it is."""
+    records: list[Any] = []
+    for i, n in enumerate((5000, 3, 129)):
+        dtype = getattr(torch, kinds[i % len(kinds)])
+        records.append(Place(dtype, i << 20, n * dtype.itemsize))
+    layout = exchange.Layout((0, 1 << 20, 3 << 20), records)
+    assert [len(own) for own in layout.parcels] == [1, 2]
+    parts = torch.zeros(3, layout.bytes[1], dtype=torch.uint8)
+    grads = [{p.record.nbytes: torch.randn(p.n).to(p.record.dtype) for p in layout.parcels[1]} for _ in range(3)]
+    for part, own in zip(parts, grads):
+        for p in layout.parcels[1]:
+            own[p.record.nbytes][0] = -0.0
+            p.of(part).copy_(own[p.record.nbytes])
+    layout.bytes[:] = [layout.bytes[1]] * 3
+    layout.parcels.append(layout.parcels[1])
+    for record, found in layout.total(1, parts.view(-1), scale).items():
+        wanted = exchange.total([own[record.nbytes] for own in grads], scale).to(record.dtype)
+        assert torch.equal(found, wanted) and torch.equal(found.signbit(), wanted.signbit()), record
