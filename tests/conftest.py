@@ -26,7 +26,7 @@ settings.load_profile("no deadline")
 # The longest, in their order: other processes of pytest would wait for them at the end.
 FIRST = """versions bases_apart several parity proof fused deferred moe situations cli_methods preflight planning adamw peft
            fp8_products overlap several_hf""".split()
-COMPARED = "parity situations integration peft models".split()      # plain against plain says something of these alone
+COMPARED = "parity situations integration peft".split()      # plain against plain says something of these alone
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

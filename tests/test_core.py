@@ -124,22 +124,6 @@ def test_a_bad_argument_is_refused_by_name(engine: Engine, name: str) -> None:
     engine.check()  # a refusal is no fault: the engine goes on
 
 
-def test_the_watchdog_names_the_queue_that_stalls() -> None:
-    """A second before each copy, and a watchdog that waits for a tenth of it; with more patience all is well."""
-    engine = Engine("cpu", delay_us=1_000_000)
-    unit = unit_of(engine, F32, torch.ones(10))
-    grad = torch.full((10,), 2.0)
-    engine.watchdog(0.1)
-    engine.offload(unit, [(0, grad.data_ptr(), SET, False)], 0)
-    with pytest.raises(MegatrainError, match=r"d2h, unit layers\.0 waits for its gradients' copies \(the event LANDED\)"):
-        engine.wait_grads(unit)
-    engine.watchdog(60)
-    engine.drain()
-    engine.check()
-    assert torch.equal(weights(engine, unit, GRAD), grad)
-    engine.close()
-
-
 SLOW_DRIVE = """
     #define _GNU_SOURCE
     #include <dlfcn.h>
@@ -247,6 +231,32 @@ def test_hooks_without_renew_are_refused(engine: Engine) -> None:
         engine.open_slots(Slots(1).pairs(), object())
     slots = Slots(1)
     engine.open_slots(slots.pairs(), slots)  # the refusal left nothing behind
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [(2, 2), (-1, 2), (0, 0), (0, 1 << 20)])
+def test_a_rank_that_cannot_be_is_refused(rank: int, ranks: int) -> None:
+    with pytest.raises(MegatrainError, match=f"rank {rank} of {ranks}"):
+        Engine("cpu", rank=rank, ranks=ranks)
+    with pytest.raises(MegatrainError, match="shares nothing has neither ranks"):
+        Engine("cpu", rank=1, ranks=2)
+
+
+def test_a_share_that_is_none_and_what_no_rank_may_do_in_one_is_refused(tmp_path: Path) -> None:
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    with pytest.raises(MegatrainError, match="is of another file"):
+        Engine("cpu", share=fd, ranks=2)
+    os.close(fd)
+    fd = _core.share()
+    first = Engine("cpu", share=fd, rank=1, ranks=2)
+    for rank, ranks, says in ((1, 2, "rank 1 is process"), (0, 3, "others 2")):
+        with pytest.raises(MegatrainError, match=says):
+            Engine("cpu", share=fd, rank=rank, ranks=ranks)
+    os.close(fd)
+    first.add_unit("empty", [F32], [0], [True])
+    assert first.portions(0) == (0, 0, 0) and first.owned(0, 0) == (0, 0)
+    with pytest.raises(MegatrainError, match="PLANES has"):
+        first.spread(0, 0, 1 << 20)
+    first.close()
 
 
 # ---- life and memory ----
