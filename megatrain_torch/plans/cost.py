@@ -232,7 +232,7 @@ class _Run:
         if w.loss != ODDS:
             return Cost(forward, {"saved": backward}, self.launch_s(8 * chunks), {"saved": self.launch_s(8)},
                         {"saved": rows}, {"saved": logits + rows + sums})
-        # A loss of half of the rows, whose gradients wait for backward, and losses of all rows (head.Losses), for which
+        # A loss of half of the rows, whose gradients wait for backward, and losses of each row (head.Loss), for which
         # backward makes logits again, of rows picked into memory of their own; and means of logits. Then the weight's
         # two gradients are added up.
         sums = max(sums, trained * w.itemsize)
