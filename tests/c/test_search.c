@@ -6,15 +6,15 @@
 #define UNITS   5
 #define WINDOWS (UNITS + 1)
 #define KINDS   3
-#define MODES   7            /* those that stay on the device, then ON_HOST and ON_DISK */
+#define MODES   6            /* those that stay on the device, then ON_HOST and ON_DISK */
 #define MICROS  2
 #define ROWS    6
 #define RINGS   2
-#define TRACKS  6            /* of a number of micro-batches */
+#define TRACKS  4            /* of a number of micro-batches */
 #define LEVELS  (4 * WINDOWS + 1)
 #define DRAWN   (UNDER_TSAN ? 10 : 120)
 
-enum { REPLAY, ATTENTION, SELECTIVE, SAVED, LINKED, ON_HOST, ON_DISK };
+enum { REPLAY, ATTENTION, SELECTIVE, SAVED, ON_HOST, ON_DISK };
 
 /* A search over units of a byte or two, with the arrays that it points to. */
 typedef struct toy {
@@ -24,7 +24,7 @@ typedef struct toy {
     double    backward_s[MICROS * KINDS * MODES], backward_host_s[MICROS * KINDS * MODES];
     double    memory_s[ROWS * MICROS];
     int64_t   kept[MICROS * KINDS * MODES], work[MICROS * KINDS * MODES];
-    int64_t   away[MICROS * KINDS * MODES], on_disk[MODES], is_linked[MODES];
+    int64_t   away[MICROS * KINDS * MODES], on_disk[MODES];
     int64_t   weights[UNITS], gradients[UNITS], states[UNITS], none[UNITS];
     int64_t   begin[WINDOWS + 1], leaves[WINDOWS + 1], item[WINDOWS];
     int64_t   piece_begin[UNITS + 1], piece[2 * UNITS];
@@ -46,8 +46,7 @@ static int64_t below(unsigned *seed, int64_t n)
     return (int64_t)(part(seed) * (double)n);
 }
 
-/* More that is kept is less to compute again. Kind 0 has all modes; others may have none but
- * SAVED, or nothing that links. */
+/* More that is kept is less to compute again. Kinds 0 and 1 have all modes, others SAVED alone. */
 static void draw_costs(toy *t, unsigned *seed)
 {
     for (int at = 0; at < MICROS * KINDS; at++) {
@@ -62,14 +61,13 @@ static void draw_costs(toy *t, unsigned *seed)
             int keeps = mode > SAVED ? REPLAY : mode;
 
             kept[mode] = mode >= ON_HOST ? 0 : 1 + keeps + below(seed, 4) * keeps;
-            s[mode] = mode == LINKED ? longest - 0.05
-                      : keeps == REPLAY ? longest : s[mode - 1] - 0.1 - part(seed) / 4;
+            s[mode] = keeps == REPLAY ? longest : s[mode - 1] - 0.1 - part(seed) / 4;
             work[mode] = 1 + below(seed, 4);
             away[mode] = mode >= ON_HOST ? 1 + below(seed, 3) : 0;
             t->backward_host_s[at * MODES + mode] = part(seed) / 4;
         }
         for (int mode = 0; mode < MODES; mode++)
-            if ((has == 1 && mode == LINKED) || (has == 2 && mode != SAVED))
+            if (has == 2 && mode != SAVED)
                 s[mode] = NAN;
     }
 }
@@ -82,22 +80,13 @@ static void draw_tracks(toy *t, unsigned *seed)
         uint8_t *modes = t->modes + i * n, *flags = t->flags + i * n;
 
         for (int64_t w = 0; w < n; w++) {
-            int linked = w > 0 && t->kind[w] == 0 && t->kind[w - 1] == 0;
-
             modes[w] = t->kind[w] == 2 ? SAVED : REPLAY;
             flags[w] = 0;
-            if (i % TRACKS == 1 && linked && w % 2 == 1)
-                flags[w - 1] |= MT_TRACK_PAIR;
-            if (i % TRACKS < 2 || t->kind[w] == 2 || below(seed, 2))
+            if (i % TRACKS == 0 || t->kind[w] == 2 || below(seed, 2))
                 continue;
-            flags[w] = MT_TRACK_FIXED;
-            modes[w] = i % TRACKS == 2 ? ON_HOST : i % TRACKS == 3 ? ON_DISK
+            flags[w] = 1;
+            modes[w] = i % TRACKS == 1 ? ON_HOST : i % TRACKS == 2 ? ON_DISK
                        : (uint8_t)(ON_HOST + below(seed, 2));
-            if (i % TRACKS == 5 && linked && w % 2 == 1) {
-                flags[w - 1] = MT_TRACK_FIXED;
-                modes[w - 1] = ATTENTION;
-                modes[w] = LINKED;
-            }
         }
     }
 }
@@ -165,7 +154,7 @@ static void toy_draw(toy *t, unsigned *seed)
         memset(t->kind, 0, sizeof t->kind);
     t->micro[0] = 1, t->micro[1] = 3;
     t->rings[0] = 2, t->rings[1] = units > 2 ? units : 3;
-    t->on_disk[ON_DISK] = t->is_linked[LINKED] = 1;
+    t->on_disk[ON_DISK] = 1;
     for (int64_t m = 0; m <= in->n_micro; m++)
         t->tracks[m] = m * TRACKS;
     t->cached[0] = below(seed, 2);
@@ -176,7 +165,7 @@ static void toy_draw(toy *t, unsigned *seed)
 #define POINT(name) in->name = t->name
     POINT(device_s), POINT(kind), POINT(learns), POINT(flying), POINT(forward_s);
     POINT(backward_s), POINT(backward_host_s), POINT(kept), POINT(work), POINT(away);
-    POINT(on_disk), POINT(is_linked), POINT(micro), POINT(cached), POINT(rings), POINT(tracks);
+    POINT(on_disk), POINT(micro), POINT(cached), POINT(rings), POINT(tracks);
     POINT(modes), POINT(flags), POINT(homes), POINT(several), POINT(planes), POINT(host);
     POINT(room), POINT(memory_s), POINT(states);
 #undef POINT
