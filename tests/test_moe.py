@@ -451,8 +451,8 @@ def by_position(x: Tensor, dy: Tensor, offsets: Tensor, right: Any = ops.grouped
 WRONG = {
     "rows of other tokens": lambda: ("megatrain_torch.fused.templates.moe.sort_rows", from_the_wrong_rows),
     "gradients of other experts": lambda: ("megatrain_torch.ops.grouped_gemm_wgrad", by_position),
-    "the router's gradient": lambda: ("megatrain_torch.fused.templates.moe.Router._logits_grad",
-                                      fusing.flipped(moe.Router, "_logits_grad", 0)[2]),
+    "the router's gradient": lambda: ("megatrain_torch.fused.templates.moe.Router.backward",
+                                      fusing.flipped(moe.Router, "backward", 0)[2]),
     "weights": lambda: ("megatrain_torch.fused.templates.moe.Router.weights",
                         fusing.flipped(moe.Router, "weights", 0)[2]),
 }
