@@ -12,7 +12,6 @@ graph; a backward through them raises.
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Iterable
 from operator import eq
@@ -184,19 +183,18 @@ class Fused:
     def exact(self, names: tuple[str, ...]) -> Weights:
         """The weights by names of the window's records, as a template calls them, and those that codes stand for; of
         experts that are fetched a few at a time so many at once."""
-        window, own = self._window(), {}
+        window = self._window()
         ring = window.runtime.ring
-        if ring.stacks:
-            by_record = dict(zip(window.records, names))
-            own = {by_record[s.records[0]].partition(STRAND)[0]: s for s in window.stacks
-                   if s.pieces[0].cut is not None or s.whole is not None}
-        rest = functools.partial(self._entire, window, names)
-        return Pieces(rest, own, lambda piece: piece.made(ring)) if own else rest()
 
-    def _entire(self, window: Window, names: tuple[str, ...]) -> Weights:
-        w = window.runtime.ring.weights(window.units[0], names) if window.alone else \
-            Weights(dict(zip(names, window.views(window.records))))
-        return Expanded(w, self.codings, self.dtype) if self.codings else w
+        def rest() -> Weights:
+            w = ring.weights(window.units[0], names) if window.alone else \
+                Weights(dict(zip(names, window.views(window.records))))
+            return Expanded(w, self.codings, self.dtype) if self.codings else w
+
+        by_record = dict(zip(window.records, names)) if ring.stacks else {}
+        own = {by_record[s.records[0]].partition(STRAND)[0]: s for s in window.stacks
+               if ring.stacks and (s.pieces[0].cut is not None or s.whole is not None)}
+        return Pieces(rest, own, lambda piece: piece.made(ring)) if own else rest()
 
     def operands(self, template: Template, names: tuple[str, ...], wanted: frozenset[str] = frozenset()) -> Weights:
         """What a forward, or a backward that wants these gradients, multiplies with."""
