@@ -3,8 +3,7 @@ multiply.
 
 activations, what a window keeps between forward and backward
     "replay" its input alone; "attention" attention's output and log-sum-exp besides; "selective" all but the largest
-    part; "saved" everything that backward needs. "linked": attention's output and log-sum-exp in place of the input,
-    which the layer before makes again from what it keeps, without attention.
+    part; "saved" everything that backward needs.
     And where, the input too: nothing: on the device. "+host": in host memory. "+disk": in a file, by way of a few bays
     of host memory. So "selective+host", "replay+disk".
 
@@ -31,10 +30,9 @@ from .. import _core
 from .errors import MegatrainError
 
 KEEPS = ("replay", "attention", "selective", "saved")        # least first
-LINKED = "linked"
-HOST = (*(f"{keep}+host" for keep in KEEPS), "linked+host")
-DISK = (*(f"{keep}+disk" for keep in KEEPS), "linked+disk")
-MODES = (*KEEPS, LINKED, *HOST, *DISK)
+HOST = tuple([f"{keep}+host" for keep in KEEPS])
+DISK = tuple([f"{keep}+disk" for keep in KEEPS])
+MODES = (*KEEPS, *HOST, *DISK)
 HOMES = ("ram", "vram", "arrive", "through", "disk", "disk+weights")        # of a unit: weights, gradients and states
 DISKS = ("disk", "disk+weights")            # of which states are in a file; weights too
 DELIVERIES = ("whole", "shards")            # a rank fetches all weights; or its portion, and gathers the others'
@@ -44,7 +42,7 @@ GRADS = ("ram", "none")     # where gradients wait for their update: at home wit
 class Mode(NamedTuple):
     """A mode's word, taken apart."""
 
-    keep: str           # one of KEEPS, or LINKED
+    keep: str           # one of KEEPS
     host: bool          # what is kept leaves the device, the window's input too
     disk: bool          # for a file
 

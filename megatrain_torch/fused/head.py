@@ -8,8 +8,8 @@ head's window, once; from then on they are used, gradients included.
 
     Defer   hidden states and weights in, DeferredLogits out; its backward is a linear layer's, for the
             gradients of logits that were made
-    Loss    hidden states and weights in, the loss out; gradients are made in forward
-    Losses  the same of each row by itself; gradients are made in backward, where it is known what each row counts
+    Loss    hidden states and weights in, the loss out; gradients are made in forward, and of each row by itself in
+            backward, where it is known what each row counts
 
 All hand weight gradients over as a window does (graph/handover.py). Autograd records what is done to DeferredLogits as
 it does for any tensor; the operations themselves are met below autograd, in `__torch_dispatch__`. But F.cross_entropy,
@@ -91,7 +91,6 @@ class Head:
         self._window = weakref.ref(window)   # weakly: the window holds this
         self.by_param = {id(r.param): r for r in window.records}
         self.declined = ""
-        self.calls: weakref.WeakSet[Logits] = weakref.WeakSet()
 
     @property
     def window(self) -> Window:
@@ -107,13 +106,7 @@ class Head:
             # A loss of the user's may be compiled, and this is not for it to trace.
             DeferredLogits.above = staticmethod(torch._dynamo.disable(DeferredLogits.above))
             DeferredLogits.traced = False
-        versions = self.window.versions()
-        for earlier in self.calls:
-            if earlier.versions != versions:     # nothing can be made of it any more
-                earlier.hidden = None
-        logits = Logits(self, hidden)
-        self.calls.add(logits)
-        return Defer.apply(logits, hidden, *self.window.params)
+        return Defer.apply(Logits(self, hidden), hidden, *self.window.params)
 
     def _why_not(self, hidden: Any) -> str:
         m = self.window.module
@@ -180,7 +173,7 @@ class Logits:
     """One call of the head: what its output is made from, if it must be.
 
     Attributes:
-        hidden: [..., H], with its history; None once the weights have moved on, since then nothing can be made of it.
+        hidden: [..., H], with its history.
         weight, bias: the head's at the call. The module may be another before its logits are made, or backward.
         value: the output [..., V], once it was made; without history.
         fused: a loss was computed without making it.
@@ -192,7 +185,7 @@ class Logits:
 
     def __init__(self, head: Head, hidden: Tensor) -> None:
         self.head, self.device, self.rows = head, hidden.device, hidden.shape[:-1].numel()
-        self.hidden: Tensor | None = hidden
+        self.hidden = hidden
         self.window = head.window            # logits may be read when the model is gone
         self.weight, self.bias = head.weight, head.bias
         self.hidden_version, self.versions = hidden._version, head.window.versions()
@@ -497,58 +490,44 @@ def _losses(logits: Logits, curve: Curve, picks: tuple[Pick, ...], labels: Tenso
 
 @in_sight
 class Loss(torch.autograd.Function):
-    """Hidden states and host parameters in, the loss out; its gradients are made here and now."""
+    """Hidden states and host parameters in, the loss out; its gradients are made here and now.
+
+    With reduction="none" it is the loss of each picked row, [picked] fp32. Backward then makes logits again, in chunks:
+    only there it is known by what each row's gradient is multiplied.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Logits, curve: Curve, picks: tuple[Pick, ...], labels: Tensor,
                 options: dict[str, Any], hidden: Tensor, *params: Tensor) -> Tensor:
         ctx.window, ctx.records = logits.window, logits.window.trainable
         ctx.use = Use(ctx.records) if in_backward() == -1 else None
+        later = options["reduction"] == "none"
         wanted = (hidden.requires_grad, logits.weight in ctx.records, logits.bias in ctx.records)
-        loss, dhidden, found = _losses(logits, curve, picks, labels, hidden, wanted, **options)
-        ctx.save_for_backward(dhidden, *(found[r] for r in ctx.records))
+        ctx.again = (logits, curve, picks, wanted, options) if later else None
+        loss, dhidden, found = _losses(logits, curve, picks, labels, hidden, (False,) * 3 if later else wanted,
+                                       **options)
+        ctx.save_for_backward(*([labels] if later else [dhidden, *(found[r] for r in ctx.records)]))
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        grads = ctx.saved_tensors
-        if graph_stays():
-            grads = [None if g is None else g * grad for g in grads]
+        saved = ctx.saved_tensors
+        if ctx.again is not None:
+            logits, curve, picks, wanted, options = ctx.again
+            logits.check()
+            _, dhidden, found = _losses(logits, curve, picks, saved[0], logits.hidden.detach(), wanted,
+                                        each=grad.float().contiguous(), **options)
+            saved = dhidden, *(found[r] for r in ctx.records)
+            if not graph_stays():
+                ctx.again = None                        # and the hidden states
+        elif graph_stays():
+            saved = [None if g is None else g * grad for g in saved]
         else:                                           # nobody will ask for them again
-            for g in grads:
+            for g in saved:
                 if g is not None:
                     g.mul_(grad)
-        return None, None, None, None, None, grads[0], *ctx.window.runtime.handover.take(
-            ctx.records, ctx.use, accumulators(ctx), tuple(grads[1:]))
-
-
-@in_sight
-class Losses(torch.autograd.Function):
-    """Hidden states and host parameters in, the loss of each picked row out: [picked] fp32.
-
-    Backward makes logits again, in chunks: only there it is known by what each row's gradient is multiplied.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Logits, curve: Curve, picks: tuple[Pick, ...], labels: Tensor,
-                options: dict[str, Any], hidden: Tensor, *params: Tensor) -> Tensor:
-        ctx.logits, ctx.records, ctx.how = logits, logits.window.trainable, (curve, picks, options)
-        ctx.use = Use(ctx.records) if in_backward() == -1 else None
-        ctx.save_for_backward(labels)
-        return _losses(logits, curve, picks, labels, hidden.detach(), (False,) * 3, **options)[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        labels, = ctx.saved_tensors
-        logits, (curve, picks, options) = ctx.logits, ctx.how
-        logits.check()
-        wanted = (ctx.needs_input_grad[5], logits.weight in ctx.records, logits.bias in ctx.records)
-        _, dhidden, found = _losses(logits, curve, picks, labels, logits.hidden.detach(), wanted,
-                                    each=grad.float().contiguous(), **options)
-        if not graph_stays():
-            ctx.logits = None
-        return None, None, None, None, None, dhidden, *logits.window.runtime.handover.take(
-            ctx.records, ctx.use, accumulators(ctx), tuple([found[r] for r in ctx.records]))
+        return None, None, None, None, None, saved[0], *ctx.window.runtime.handover.take(
+            ctx.records, ctx.use, accumulators(ctx), tuple(saved[1:]))
 
 
 def _unread(input: Any) -> bool:
@@ -557,12 +536,12 @@ def _unread(input: Any) -> bool:
         and input._logits.value is None and not input._logits.watched
 
 
-def _loss(kind: Any, input: DeferredLogits, classes: int, labels: Tensor, **options: Any) -> Tensor:
+def _loss(input: DeferredLogits, classes: int, labels: Tensor, **options: Any) -> Tensor:
     logits = input._logits
     logits.check()
     picks = input.picked([i for i in range(input.dim()) if i != classes])
     labels = labels.to(input.device, non_blocking=True).reshape(-1).contiguous()
-    loss = kind.apply(logits, input._curve, picks, labels, options, logits.hidden, *logits.window.params)
+    loss = Loss.apply(logits, input._curve, picks, labels, options, logits.hidden, *logits.window.params)
     logits.fused = True
     return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
 
@@ -579,8 +558,8 @@ def cross_entropy(input: Any, target: Any, weight: Any = None, size_average: Any
     if input._curve.normal or type(target) is not Tensor or target.dtype != torch.int64 \
             or list(target.shape) != shape or vocabulary_dim(input._form, input.vocabulary) != classes:
         return None
-    loss = _loss(Losses if reduction == "none" else Loss, input, classes, target, ignore_index=ignore_index,
-                 reduction=reduction, label_smoothing=label_smoothing)
+    loss = _loss(input, classes, target, ignore_index=ignore_index, reduction=reduction,
+                 label_smoothing=label_smoothing)
     return loss.view(shape) if reduction == "none" else loss
 
 
@@ -596,7 +575,7 @@ def gather(input: Any, dim: Any, index: Any, **options: Any) -> Tensor | None:
     if classes is None or dim not in (classes, classes - len(shape)) or list(index.shape) != [
             1 if d == classes else n for d, n in enumerate(shape)]:
         return None
-    loss = _loss(Losses, input, classes, index, reduction="none", ignore_index=NO_LABEL)
+    loss = _loss(input, classes, index, reduction="none", ignore_index=NO_LABEL)
     return -loss.view(index.shape).to(input.dtype)       # autocast leaves gather alone
 
 

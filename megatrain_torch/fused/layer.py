@@ -12,7 +12,6 @@ graph; a backward through them raises.
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Iterable
 from operator import eq
@@ -24,7 +23,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..base.codes import format_of, multiplies
-from ..base.modes import LINKED, Mode, inner
+from ..base.modes import Mode, inner
 from ..base.modes import read as mode_of
 from ..graph import hf_calls
 from ..graph.door import window_of
@@ -184,19 +183,18 @@ class Fused:
     def exact(self, names: tuple[str, ...]) -> Weights:
         """The weights by names of the window's records, as a template calls them, and those that codes stand for; of
         experts that are fetched a few at a time so many at once."""
-        window, own = self._window(), {}
+        window = self._window()
         ring = window.runtime.ring
-        if ring.stacks:
-            by_record = dict(zip(window.records, names))
-            own = {by_record[s.records[0]].partition(STRAND)[0]: s for s in window.stacks
-                   if s.pieces[0].cut is not None or s.whole is not None}
-        rest = functools.partial(self._entire, window, names)
-        return Pieces(rest, own, lambda piece: piece.made(ring)) if own else rest()
 
-    def _entire(self, window: Window, names: tuple[str, ...]) -> Weights:
-        w = window.runtime.ring.weights(window.units[0], names) if window.alone else \
-            Weights(dict(zip(names, window.views(window.records))))
-        return Expanded(w, self.codings, self.dtype) if self.codings else w
+        def rest() -> Weights:
+            w = ring.weights(window.units[0], names) if window.alone else \
+                Weights(dict(zip(names, window.views(window.records))))
+            return Expanded(w, self.codings, self.dtype) if self.codings else w
+
+        by_record = dict(zip(window.records, names)) if ring.stacks else {}
+        own = {by_record[s.records[0]].partition(STRAND)[0]: s for s in window.stacks
+               if ring.stacks and (s.pieces[0].cut is not None or s.whole is not None)}
+        return Pieces(rest, own, lambda piece: piece.made(ring)) if own else rest()
 
     def operands(self, template: Template, names: tuple[str, ...], wanted: frozenset[str] = frozenset()) -> Weights:
         """What a forward, or a backward that wants these gradients, multiplies with."""
@@ -246,20 +244,15 @@ class Fused:
             return None
         self.verdict = self.declined = ""
         self._lately = self._lately or ""
-        keeps, link = window.runtime.keeps, None
+        keeps = window.runtime.keeps
         keeps.most_tokens = max(keeps.most_tokens, x.shape[:2].numel())
         mode = mode_of(keeps.mode_of(window))
-        if mode.keep == LINKED:
-            mode, link = self._linked(x, mode)
-        if link is None and not (mode.host and self.template.swaps):
+        if not (mode.host and self.template.swaps):
             return Layer.apply(self, template, call, mode, None, x, *window.params)
-        # x too is saved by way of the bundle, whose life then is that of the graph, or not at all.
-        bundle = Bundle(window.runtime.swap, window, mode.disk) if mode.host else None
+        bundle = Bundle(window.runtime.swap, window, mode.disk)
 
-        def pack(t: Tensor) -> Any:
-            if link is not None:
-                return link
-            return keep(t) if bundle is None or bundle.input < 0 else Part(bundle, bundle.input)
+        def pack(t: Tensor) -> Any:          # x too is saved by way of the bundle, whose life then is the graph's
+            return keep(t) if bundle.input < 0 else Part(bundle, bundle.input)
 
         _push(pack, restored)
         try:
@@ -352,21 +345,6 @@ class Fused:
         finally:
             swap_window(outer)
 
-    def _linked(self, x: Tensor, mode: Mode) -> tuple[Mode, Link | None]:
-        """The mode that a linked window so given its input can have, and what stands for that.
-
-        Where x is no window's output as it came, the input is kept alone. Where the window before is no layer, keeps
-        no attention's output or is linked itself, the input is kept beside attention's output.
-        """
-        node: Any = x.grad_fn
-        if not isinstance(node, Layer._backward_cls):
-            return mode._replace(keep="replay"), None
-        may = self.template.swaps and node.template.swaps and node.keep != LINKED and node.kept is not None
-        made_from = node.kept[0].out if may else None    # attention's output; None: attention would have to run again
-        if made_from is None:
-            return mode._replace(keep="attention"), None
-        return mode, Link(node, made_from, self.window.runtime.swap.position)
-
 
 # ---- the node of the graph that a layer is ---------------------------------------------------------
 
@@ -378,7 +356,7 @@ class Layer(torch.autograd.Function):
     def forward(ctx: Any, fused: Fused, template: Template, call: Any, mode: Mode, bundle: Bundle | None, x: Tensor,
                 *params: Tensor) -> Tensor:
         ctx.window = window = fused._window()            # which the graph may outlive its module with
-        ctx.fused, ctx.call, ctx.records, ctx.keep, ctx.bundle = fused, call, window.trainable, mode.keep, bundle
+        ctx.fused, ctx.call, ctx.records, ctx.bundle = fused, call, window.trainable, bundle
         # The module, and what of it is trained, may change before backward, which is that of this forward.
         ctx.template, ctx.names = template, fused.names
         ctx.trained_names, ctx.wanted = fused.trained_names, fused.wanted
@@ -389,7 +367,7 @@ class Layer(torch.autograd.Function):
         if bundle is not None:               # on its way off the device, but for what is small
             may = bundle.swap.may
             kept = tree_map_only(Tensor, lambda t: bundle.add(t) if may(t) else t, kept)
-            if mode.keep != LINKED and may(x):
+            if may(x):
                 bundle.input = bundle.add(x).number
             bundle.leave()
         ctx.kept = kept
@@ -400,7 +378,7 @@ class Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> Any:
         refuse_create_graph()
-        fused, template, (x,) = ctx.fused, ctx.template, ctx.saved_tensors     # x of a linked window is made again here
+        fused, template, (x,) = ctx.fused, ctx.template, ctx.saved_tensors
         rt, kept, bundle = ctx.window.runtime, ctx.kept, ctx.bundle
         # This object lives as long as the loss, what it keeps not: a second time all is made again from x. What that
         # needs of a bundle, x as it was saved holds.
@@ -423,32 +401,3 @@ class Layer(torch.autograd.Function):
         if not graph_stays():
             ctx.call = None
         return None, None, None, None, None, dx, *taken
-
-
-class Link:
-    """Stands for a linked window's input, which is the output of the layer before: `node`, its part of the graph, which
-    makes it again from what it keeps.
-
-    What that layer keeps elsewhere comes back in time for this one, which comes first in backward, and is asked for
-    once more than by its own backward.
-    """
-
-    __slots__ = ("node", "made_from")
-
-    def __init__(self, node: Any, made_from: Any, position: int) -> None:
-        """made_from: what that layer keeps for it. position: of the linked window, in the order of forwards."""
-        self.node, self.made_from = node, made_from
-        bundle = node.bundle
-        if bundle is not None:
-            bundle.needed = position
-            numbers = [made_from.number] * (type(made_from) is Part) + [bundle.input] * (bundle.input >= 0)
-            for n in numbers:
-                bundle.wanted[n] += 1
-
-    def tensor(self) -> Tensor:
-        node, fused = self.node, self.node.fused
-        (x,) = node.saved_tensors
-        check_versions(node.window, node.versions)
-        with node.window.runtime.trace.during(node.window, "replay"), torch.no_grad():
-            out = self.made_from.tensor() if type(self.made_from) is Part else self.made_from
-            return node.template.again(x, out, fused.operands(node.template, node.names), node.call, node.keep)

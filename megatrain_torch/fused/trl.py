@@ -1,8 +1,8 @@
 """TRL's losses: how each gets what it needs of the head, and how ORPO's and CPO's do without logits.
 
 Both take cross entropy of a part of the model's logits, log p of labels of all, and means for their log. The first is
-head.Loss, the second becomes head.Losses, and the third is computed rows at a time. TRL's other trainers project hidden
-states themselves, a tile at a time, by a copy of the head's weight.
+head.Loss, so does the second, of each row, and the third is computed rows at a time. TRL's other trainers project
+hidden states themselves, a tile at a time, by a copy of the head's weight.
 """
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 LatentAttention, which make q, k and v of a = norm_in(x) in ways of their own, have in common, and these."""
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,14 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
-from ...base.limits import show_bytes
 from ...graph import hf_calls
 from .attention import Attention, _turned, long_tokens, sinks_grad
 from .parts import Half, Kept, Linears, Norm, Unfit, child, cut, has, roles_of
 from .weights import Grads, Sums, Weights
-
-LARGE_CACHE = 1 << 28        # bytes
-_told: list[bool] = []       # has it been warned of in this process?
 
 
 @dataclass
@@ -114,7 +109,7 @@ class AttentionHalf(Half):
         if kind == "sdpa" and self.sinks:
             raise Unfit("its attention has sinks, which torch's kernels do not know")
 
-    def call(self, layer: Any, kwargs: dict[str, Any], roles: dict[str, str] | None, x: Tensor) -> Call:
+    def call(self, layer: Any, kwargs: dict[str, Any], roles: dict[str, str] | None) -> Call:
         """Arguments of a call by their roles (parts.roles_of), which a proof has found; the rest is not read. Unfit
         where the template does not cover one."""
         if roles is None:
@@ -142,13 +137,6 @@ class AttentionHalf(Half):
         index = layer.self_attn.layer_idx
         if not hf_calls.empty_entry(cache, index):
             raise Unfit("its cache is no empty DynamicCache")
-        layers = getattr(self.config, "num_hidden_layers", 1)
-        nbytes = self.cached * x.element_size() * x.shape[:2].numel() * layers
-        if nbytes >= LARGE_CACHE and not _told:
-            _told.append(True)
-            warnings.warn(f"the forward of a training step fills a key-value cache of {show_bytes(nbytes)}, which "
-                          "training does not read: call the model with use_cache=False, or set "
-                          "model.config.use_cache = False", stacklevel=2)
 
         @torch.enable_grad()                 # what the cache makes of its entries has to refuse it too
         def fill(k: Tensor, v: Tensor) -> None:
@@ -166,10 +154,6 @@ class AttentionHalf(Half):
         q, key, v = self._made(k, shape, w, call)
         if k.out is None:
             k.out, k.extra = call.attention.forward(q, key, v, w[self.sinks] if self.sinks else None)
-        return self.after(x, w, k)
-
-    def after(self, x: Tensor, w: Weights, k: Kept) -> Tensor:
-        """h [T, H] from x [T, H] and attention's output, which is in k."""
         return self.added(x, self.o, k.out.reshape(len(x), -1), w, k)
 
     def _attention_grad(self, dh: Tensor, w: Weights, k: Kept, grads: Grads) -> Tensor:

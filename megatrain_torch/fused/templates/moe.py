@@ -101,38 +101,28 @@ class Router:
 
     def weights(self, r: Routed, dtype: torch.dtype) -> Tensor:
         """[T, k] fp32, of numbers of the layer's type where the router rounds to that."""
+        w = self._weights(r.logits, r.index)
+        return w.to(dtype).to(w.dtype) if self.facts.rounds else w
+
+    def _weights(self, logits: Tensor, index: Tensor) -> Tensor:
         facts = self.facts
         if facts.normalised and not facts.sigmoid:           # the sum over all experts cancels
-            chosen = r.logits.gather(1, r.index)
-            w = torch.softmax(chosen, -1, torch.promote_types(chosen.dtype, torch.float32)) * facts.factor
-        else:
-            chosen = self._scores(r.logits).gather(1, r.index)
-            w = facts.factor * (chosen / (chosen.sum(-1, keepdim=True) + facts.least) if facts.normalised else chosen)
-        return w.to(dtype).to(w.dtype) if facts.rounds else w
+            return torch.softmax(logits.gather(1, index), -1, torch.promote_types(logits.dtype, torch.float32)) \
+                * facts.factor
+        chosen = self._scores(logits).gather(1, index)
+        return facts.factor * (chosen / (chosen.sum(-1, keepdim=True) + facts.least) if facts.normalised else chosen)
 
     def backward(self, dweights: Tensor, r: Routed, b: Tensor, w: Weights, grads: Grads) -> Tensor:
         """db [T, H] from dweights [T, k] fp32; the choice has no gradient."""
-        kind = self._type(b)
-        dlogits, wide = self._logits_grad(dweights * self.facts.factor, r).to(kind), b.to(kind)
+        kind, logits = self._type(b), r.logits.detach().requires_grad_()
+        with torch.enable_grad():            # of [T, E] numbers, small beside the rest
+            dlogits, = torch.autograd.grad(self._weights(logits, r.index), logits, dweights)
+        dlogits, wide = dlogits.to(kind), b.to(kind)
         if self.weight in grads.wanted:
             grads[self.weight] = torch.mm(dlogits.t(), wide).to(w[self.weight].dtype)
         if self.bias in grads.wanted:
             grads[self.bias] = dlogits.sum(0).to(w[self.bias].dtype)
         return torch.mm(dlogits, w[self.weight].to(kind)).to(b.dtype)
-
-    def _logits_grad(self, d: Tensor, r: Routed) -> Tensor:
-        """[T, E] from the gradient of the weights before their factor, [T, k]."""
-        if self.facts.normalised and not self.facts.sigmoid:
-            p = torch.softmax(r.logits.gather(1, r.index), -1, d.dtype)
-            return spread_out(p * (d - (p * d).sum(-1, keepdim=True)), r)
-        scores = self._scores(r.logits)
-        chosen = scores.gather(1, r.index)
-        if self.facts.normalised:
-            total = chosen.sum(-1, keepdim=True) + self.facts.least
-            d = (d - (chosen * d).sum(-1, keepdim=True) / total) / total
-        if self.facts.sigmoid:
-            return spread_out(d * chosen * (1 - chosen), r)
-        return spread_out(d * chosen, r) - scores * (d * chosen).sum(-1, keepdim=True)
 
 
 def spread_out(d: Tensor, r: Routed) -> Tensor:
