@@ -5,6 +5,7 @@ Everything here is tiny, on the CPU device, in fp32 where not said; what is comp
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 import megatrain_torch as mt
 from megatrain_torch import ops
+from megatrain_torch.fused.templates import attention_half
 
 SLIDING = dict(sliding_window=6)             # of rows of 12 tokens
 GEMMA = dict(head_dim=8, query_pre_attn_scalar=8, **SLIDING)
@@ -383,6 +385,28 @@ def test_what_a_cache_holds_is_attended_to(tokens: int, tried: bool) -> None:
     right.backward()
     found.backward()
     grads_agree(*({n: p.grad for n, p in m.named_parameters()} for m in (plain, model)))
+
+
+def test_a_large_key_value_cache_in_training_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows of 12 tokens, keys and values of 2 heads of 8, three layers: 9 KiB."""
+    monkeypatch.setattr(attention_half, "LARGE_CACHE", 9216)
+    monkeypatch.setattr(attention_half, "_told", [])
+    batch = zoo.text_unpadded(0)
+    model = stream(LLAMA(), "saved")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**batch, use_cache=False).loss.backward()
+        with torch.no_grad():
+            model(**batch, use_cache=True)
+    with pytest.warns(UserWarning, match="key-value cache of 9.0 KiB.*use_cache=False") as told:
+        for _ in range(2):
+            model(**batch, use_cache=True).loss.backward()
+    assert len([w for w in told if "key-value" in str(w.message)]) == 1
+    monkeypatch.setattr(attention_half, "LARGE_CACHE", 9217)
+    monkeypatch.setattr(attention_half, "_told", [])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**batch, use_cache=True).loss.backward()
 
 
 @pytest.mark.parametrize("keep", ["saved", "replay"])

@@ -2,6 +2,7 @@
 LatentAttention, which make q, k and v of a = norm_in(x) in ways of their own, have in common, and these."""
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,10 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
+from ...base.limits import show_bytes
 from ...graph import hf_calls
 from .attention import Attention, _turned, long_tokens, sinks_grad
 from .parts import Half, Kept, Linears, Norm, Unfit, child, cut, has, roles_of
 from .weights import Grads, Sums, Weights
+
+LARGE_CACHE = 1 << 28        # bytes
+_told: list[bool] = []       # has it been warned of in this process?
 
 
 @dataclass
@@ -109,7 +114,7 @@ class AttentionHalf(Half):
         if kind == "sdpa" and self.sinks:
             raise Unfit("its attention has sinks, which torch's kernels do not know")
 
-    def call(self, layer: Any, kwargs: dict[str, Any], roles: dict[str, str] | None) -> Call:
+    def call(self, layer: Any, kwargs: dict[str, Any], roles: dict[str, str] | None, x: Tensor) -> Call:
         """Arguments of a call by their roles (parts.roles_of), which a proof has found; the rest is not read. Unfit
         where the template does not cover one."""
         if roles is None:
@@ -137,6 +142,13 @@ class AttentionHalf(Half):
         index = layer.self_attn.layer_idx
         if not hf_calls.empty_entry(cache, index):
             raise Unfit("its cache is no empty DynamicCache")
+        layers = getattr(self.config, "num_hidden_layers", 1)
+        nbytes = self.cached * x.element_size() * x.shape[:2].numel() * layers
+        if nbytes >= LARGE_CACHE and not _told:
+            _told.append(True)
+            warnings.warn(f"the forward of a training step fills a key-value cache of {show_bytes(nbytes)}, which "
+                          "training does not read: call the model with use_cache=False, or set "
+                          "model.config.use_cache = False", stacklevel=2)
 
         @torch.enable_grad()                 # what the cache makes of its entries has to refuse it too
         def fill(k: Tensor, v: Tensor) -> None:

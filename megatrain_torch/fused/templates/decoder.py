@@ -72,7 +72,7 @@ class Decoder(Template):
         cover. roles: by role, which argument has it, where that is known."""
         if x.stride(2) != 1:                 # patches of images come transposed
             x = x.contiguous()
-        call = self.attention.call(layer, kwargs, roles)
+        call = self.attention.call(layer, kwargs, roles, x)
         if self.routes and (name := self.mlp.router.correction):
             call.correction = layer.get_buffer(name).clone()     # it moves before backward, which may choose again
         return x, call
