@@ -7,8 +7,9 @@
 
 One sequence cannot be cut into micro-batches, so its activations must fit: the plan keeps what the
 device holds, sends what it does not to host memory behind compute ("attention+host"), and runs the
-rest again. Logits never exist whole, nor do a layer's gate and up. Positions beyond those that the
-model was made for are reached by YaRN.
+rest again; every second layer may keep attention's output in place of its input ("linked"). Logits
+never exist whole, nor do a layer's gate and up. Positions beyond those that the model was made for
+are reached by YaRN.
 What the context is worth is told at the end: the loss of the last tokens with all that comes before
 them, and with a little of it.
 """

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from megatrain_torch.model.stream import runtime_of
 
 FEW = {"spill": {"bays": 2, "threads": 3}}
+LINKS = fusing.lm("qwen3", head_dim=8, num_hidden_layers=5)
 
 
 def tiny(mode: Any, nvme: Any = None, compute: str = "fused", build: Callable[[], nn.Module] | None = None, **debug: Any
          ) -> nn.Module:
     """A file of few bays where a mode has one."""
     parity.seed()
-    build = build or FAMILIES["qwen3"]
+    build = build or (LINKS if "linked" in str(mode) else FAMILIES["qwen3"])
     disk = {"nvme": nvme if isinstance(nvme, dict) else str(nvme), **FEW} if "+disk" in str(mode) else {}
     return fusing.stream(build(), mode, compute, **disk | debug)
 

@@ -29,7 +29,7 @@ from megatrain_torch.fused.templates import Coded, Weights
 from megatrain_torch.model.stream import runtime_of
 
 DEEP = fusing.lm("llama", num_hidden_layers=4)
-MODES = ("selective", "replay", "attention", "saved+host", "attention+host", "attention+disk")
+MODES = ("selective", "replay", "attention", "linked", "saved+host", "linked+host", "linked+disk")
 FP8 = "template, products in fp8"
 
 
@@ -307,7 +307,7 @@ def test_what_is_kept_of_a_forward_changes_no_bit(keep: str, saved: fusing.Run, 
 
 def test_the_same_run_has_the_same_bits_and_so_under_delays(saved: fusing.Run) -> None:
     assert same(saved, run())
-    assert same(saved, run(delay_us=300, seed=4)) and same(saved, run("attention", delay_us=200, seed=5))
+    assert same(saved, run(delay_us=300, seed=4)) and same(saved, run("linked", delay_us=200, seed=5))
     assert same(saved, run("replay", sync=True))
 
 

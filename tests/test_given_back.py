@@ -124,7 +124,7 @@ def test_a_held_loss_keeps_no_activations(mode: str, compute: str, tmp_path: Pat
     assert more < OBJECTS, f"each step's loss keeps {more / INPUT:.2f} times a layer's input more than plain torch's"
 
 
-@pytest.mark.parametrize("mode, compute", [("saved", "fused"), ("attention+host", "fused"), ("selective+disk", "fused"),
+@pytest.mark.parametrize("mode, compute", [("saved", "fused"), ("linked+host", "fused"), ("selective+disk", "fused"),
                                            ("saved+host", "eager"), ("replay", "eager")])
 def test_held_outputs_keep_themselves_alone(mode: str, compute: str, tmp_path: Path) -> None:
     """Logits, hidden states and the cache: what plain torch's outputs keep."""
@@ -164,7 +164,7 @@ def test_a_batch_leaves_nothing_until_the_next_one() -> None:
 # ---------------------------------------------------------------- other ways through a graph
 
 WAYS = [("saved", "eager"), ("saved+host", "eager"), ("replay+host", "eager"), ("replay", "eager"),
-        ("selective+host", "fused"), ("attention+host", "fused"), ("saved+disk", "fused"), ("replay", "fused")]
+        ("selective+host", "fused"), ("linked+host", "fused"), ("saved+disk", "fused"), ("replay", "fused")]
 
 
 # Every second one of either; all with MEGATRAIN_FULL.
@@ -201,7 +201,7 @@ def test_several_losses_of_one_graph(mode: str, compute: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("mode, compute", [("replay", "eager"), ("replay+host", "eager"), ("saved+host", "eager"),
-                                           ("saved+host", "fused"), ("attention+disk", "fused")])
+                                           ("saved+host", "fused"), ("linked+disk", "fused")])
 def test_what_came_back_for_nothing_goes_when_backward_ends(mode: str, compute: str, tmp_path: Path) -> None:
     """A retained graph, and one that was gone through in part, are on the device no longer than the backward."""
     model = tiny(mode, compute, tmp_path)

@@ -33,7 +33,7 @@ DEEPSEEK = lm("deepseek_v3", **SIZES)
 
 
 @pytest.mark.parametrize("mode", ["attention", *(pytest.param(m, marks=parity.LONG) for m in (
-    "selective", "replay", "saved+host", "selective+host"))])
+    "selective", "linked", "replay", "saved+host", "selective+host"))])
 def test_it_trains_as_plain_torch_and_whatever_is_kept_to_the_same_bits(mode: str) -> None:
     right = fused(DEEPSEEK, zoo.text_unpadded, "saved", steps=2)
     fusing.agree(plain(DEEPSEEK, zoo.text_unpadded, steps=2), right)

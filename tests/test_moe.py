@@ -339,10 +339,10 @@ def grads_moved(model: nn.Module, way: str) -> list[Tensor]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("compute, keep, way", [
     pytest.param(compute, keep, way, marks=() if keep in ("saved", "replay+host") and way == "by .data" else parity.LONG)
-    for compute in ("fused", "eager") for keep in ("saved", "attention", "replay", "replay+host")
+    for compute in ("fused", "eager") for keep in ("saved", "attention", "replay", "linked", "replay+host")
     for way in ("in place", "by .data")])
 def test_the_choice_of_the_forward_counts(compute: str, keep: str, way: str) -> None:
-    if compute == "eager" and keep == "attention":
+    if compute == "eager" and keep in ("attention", "linked"):
         pytest.skip("templates alone keep that")
     plain = FAMILIES["glm4_moe"]()
     model = mt.stream(copy.deepcopy(plain), device="cpu", compute=compute, plan={"activations": keep})

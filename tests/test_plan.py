@@ -347,7 +347,7 @@ def test_a_machine_too_small_is_named_as_such() -> None:
 @pytest.mark.parametrize("asked, says", [
     ({"tokens": 1000}, "nearest: tokens=1024"), ({"micro": 3}, "cannot be cut"), ({"homes": "disk"}, "homes='disk'"),
     ({"activations": "none"}, "'replay', 'attention', 'selective', 'saved'"), ({"slots": 1}, "at least 2"),
-    ({"activations": "attention", "compute": "eager"}, "no window of LlamaForCausalLM has it with eager layers; they have "
+    ({"activations": "linked", "compute": "eager"}, "no window of LlamaForCausalLM has it with eager layers; they have "
      "'replay', 'saved', 'replay+host'"),
     ({"tokens": None}, "tokens=None"), ({"tokens": "4096"}, "tokens='4096': a whole number"),
     ({"tokens": 4096.0}, "tokens=4096.0"), ({"seq": 0}, "seq=0"), ({"micro": "2"}, "micro='2'"), ({"slots": "3"}, "slots='3'"), ({"layers": 0}, "layers=0"), ({"dtype": "bf16"}, "dtype"),

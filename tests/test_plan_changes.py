@@ -166,7 +166,7 @@ def test_the_command_line_is_told_flags(command: Callable, model: Path) -> None:
     (("--grads", "none", "--micro", "2"), "--grads none: gradients"),
     (("--machine", "rtx9090"), "--machine 'rtx9090': no such description"),
     (("--machine", "rtx4090,vram=2"), "--machine vram='2' is 2 bytes"),
-    (("--activations", "attention", "--compute", "eager"), "--activations attention: no window")])
+    (("--activations", "linked", "--compute", "eager"), "--activations linked: no window")])
 def test_wrong_flags_are_named_as_flags(command: Callable, model: Path, words: tuple, says: str) -> None:
     asked = ["plan", model, "--tokens", "8192", "--seq", "1024", *([] if "--machine" in words else ["--machine", "l4"])]
     status, out, err = command(*asked, *words)

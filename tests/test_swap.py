@@ -22,6 +22,7 @@ import torch
 from edges import Scenario
 from fusing import padded
 from kept import (
+    LINKS,
     crossed,
     grads_of,
     in_part,
@@ -116,19 +117,24 @@ def test_a_forward_that_writes_into_its_input_keeps_its_activations_on_the_host(
 
 WAYS = [("selective+host", "fused"), ("replay+host", "fused"), ("saved+host", "eager"), ("replay+host", "eager")]
 FILES = [("selective+disk", "fused"), ("saved+disk", "eager"), ("replay+disk", "eager")]
+LINKED = [(mode, "fused") for mode in ("linked", "linked+host", "linked+disk")]
 # Of each way to keep each way through, some with MEGATRAIN_FULL alone.
 THROUGH = [*((*way, twice) for way in WAYS), (*WAYS[0], crossed), (*WAYS[0], in_part), (*WAYS[2], crossed), (*WAYS[3], in_part),
-           (*FILES[0], twice), (*FILES[1], crossed), (*FILES[2], twice), (*FILES[0], in_part)]
+           (*FILES[0], twice), (*FILES[1], crossed), (*FILES[2], twice), (*FILES[0], in_part),
+           *(pytest.param(*way, go, marks=() if (i + j) % 3 == 0 else parity.LONG)
+             for i, way in enumerate(LINKED) for j, go in enumerate([twice, crossed, in_part]))]
 
 
 @functools.cache
-def kept_on_device(keep: str, compute: str, go: Callable[[nn.Module], None]) -> dict[str, Tensor]:
-    return grads_of(tiny(keep, None, compute), go)
+def kept_on_device(keep: str, compute: str, build: Callable[[], nn.Module] | None, go: Callable[[nn.Module], None]
+                   ) -> dict[str, Tensor]:
+    return grads_of(tiny(keep, None, compute, build), go)
 
 
 @pytest.mark.parametrize("mode, compute, go", THROUGH)
 def test_other_ways_through_the_graph(mode: str, compute: str, go: Callable[[nn.Module], None], tmp_path: Path) -> None:
-    right = kept_on_device(read(mode).keep, compute, go)
+    linked = mode.startswith("linked")
+    right = kept_on_device("attention" if linked else read(mode).keep, compute, LINKS if linked else None, go)
     model = tiny(mode, tmp_path, compute, delay_us=50)
     for _ in range(2):
         found = grads_of(model, go)
@@ -138,7 +144,7 @@ def test_other_ways_through_the_graph(mode: str, compute: str, go: Callable[[nn.
     assert waiting(model) == (0, 0), "host memory and the file have room again where a graph is through"
 
 
-@pytest.mark.parametrize("mode, compute", [*WAYS, FILES[0]])
+@pytest.mark.parametrize("mode, compute", [*WAYS, FILES[0], LINKED[1]])
 def test_a_dropped_graph_gives_its_memory_back(mode: str, compute: str, tmp_path: Path) -> None:
     model = tiny(mode, tmp_path, compute, delay_us=100)
     loss = model(**padded(0)).loss
@@ -160,7 +166,7 @@ def test_a_graph_may_outlive_the_streamed_model(mode: str, tmp_path: Path) -> No
     gc.collect()
 
 
-@pytest.mark.parametrize("mode", ["saved+host", "attention"])
+@pytest.mark.parametrize("mode", ["saved+host", "linked"])
 def test_an_update_between_forward_and_backward_is_noticed(mode: str) -> None:
     model = tiny(mode)
     opt = mt.AdamW(model.parameters(), lr=1e-3)

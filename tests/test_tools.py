@@ -10,7 +10,7 @@ import pytest
 
 import megatrain_torch as mt
 from megatrain_torch import ops
-from megatrain_torch.base.modes import HOMES, KEEPS
+from megatrain_torch.base.modes import HOMES, KEEPS, LINKED
 from megatrain_torch.model.choices import PLAN_KEYS
 
 ROOT = Path(__file__).parents[1]
@@ -52,6 +52,6 @@ def test_a_public_name_without_a_docstring_is_refused(monkeypatch: pytest.Monkey
 
 def test_homes_modes_and_keys_are_those_of_the_code() -> None:
     text = (ROOT / "docs/plans.md").read_text()
-    for head, known in {"home": set(HOMES), "kept": set(KEEPS), "key": PLAN_KEYS}.items():
+    for head, known in {"home": set(HOMES), "kept": {*KEEPS, LINKED}, "key": PLAN_KEYS}.items():
         rows = text.split(f"| {head} |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
         assert {re.match(r"\| `?\"?([^`|\" ]+)", row)[1] for row in rows} == known

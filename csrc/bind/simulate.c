@@ -106,7 +106,7 @@ static const field of_search[] = {
     SEARCH(forward_s, 'd', "mk"), SEARCH(forward_host_s, 'd', "mk"),
     SEARCH(backward_s, 'd', "mka"), SEARCH(backward_host_s, 'd', "mka"),
     SEARCH(kept, 'q', "mka"), SEARCH(work, 'q', "mka"), SEARCH(away, 'q', "mka"),
-    SEARCH(tracks, 'q', "t"), SEARCH(modes, 'b', "x"),
+    SEARCH(is_linked, 'q', "a"), SEARCH(tracks, 'q', "t"), SEARCH(modes, 'b', "x"),
     SEARCH(flags, 'b', "x"), SEARCH(homes, 'b', "cu"), SEARCH(planes, 'q', "c"),
     SEARCH(host, 'q', "c"), SEARCH(room, 'q', "c"), SEARCH(memory_s, 'd', "cm"),
     SEARCH(whole, 'q', ""), SEARCH(spared, 'q', ""), SEARCH(lends, 'q', ""),

@@ -28,8 +28,8 @@ typedef struct row_bound {
     int64_t states;              /* bytes that arrive */
 } row_bound;
 
-typedef struct change {          /* window w keeps `mode` */
-    int w, mode;
+typedef struct change {          /* window w keeps `mode`; linked: and the next one is LINKED */
+    int w, mode, linked;
 } change;
 
 typedef struct track_bound {     /* a track's part of a bound */
@@ -589,6 +589,21 @@ static double bound_of(const mt_search *in, double slots, int64_t m, double forw
 
 /* ---- levels ----------------------------------------------------------------------------- */
 
+/* Bytes beside a window's work, for links: a linked window's own input is made from what the layer
+ * before keeps, which has come back with its own; both come while the window behind it runs. */
+static void add_coming(const mt_search *in, int64_t m, const uint8_t *modes, int64_t *work)
+{
+    int64_t n = in->step.n_windows;
+
+    for (int64_t w = 1; w < n; w++) {
+        if (!in->is_linked[modes[w]])
+            continue;
+        work[w] += away_of(in, m, w - 1, modes[w - 1]);
+        if (w + 1 < n)
+            work[w + 1] += away_of(in, m, w, modes[w]);
+    }
+}
+
 static int64_t with_cache(const mt_search *in, int64_t bytes)
 {
     return most(bytes + (int64_t)((double)bytes * in->cache), 0);
@@ -631,6 +646,7 @@ static void begin_at(const mt_search *in, int64_t m, const uint8_t *base, uint8_
         work[w] = bytes_of(in, in->work, m, w, base[w]) + in->flying[w];
         kept[w] = in->learns[w] ? bytes_of(in, in->kept, m, w, base[w]) : 0;
     }
+    add_coming(in, m, base, work);          /* links of later levels make none */
 }
 
 /* A step of a window to keeping more. */
@@ -654,8 +670,8 @@ static int better_first(const void *a, const void *b)
 }
 
 /* Rungs of one window from `mode` on, each less rewarding than the one before; a mode that another
- * line passes below is left out. */
-static int64_t hull(const mt_search *in, int64_t m, int64_t w, int mode, rung *out)
+ * line passes below is left out. spared: seconds of another window, by the first. */
+static int64_t hull(const mt_search *in, int64_t m, int64_t w, int mode, double spared, rung *out)
 {
     int n = 0;
 
@@ -670,7 +686,7 @@ static int64_t hull(const mt_search *in, int64_t m, int64_t w, int mode, rung *o
 
             if (isnan(s) || more <= 0 || !(s < at_s))
                 continue;
-            here = (at_s - s) / (double)more;
+            here = (at_s - s + spared) / (double)more;
             if (found < 0 || here > gain || (here == gain && more > bytes))
                 found = next, gain = here, bytes = more;
         }
@@ -679,6 +695,7 @@ static int64_t hull(const mt_search *in, int64_t m, int64_t w, int mode, rung *o
         out[n] = (rung){ gain, w, n, found };
         n++;
         mode = found;
+        spared = 0.0;
     }
 }
 
@@ -706,8 +723,17 @@ static int64_t find_rungs(const mt_search *in, int64_t m, const track_bound *t, 
     int64_t n = 0;
 
     for (int64_t w = 0; w < in->step.n_windows; w++) {
-        if (!t->flags[w])
-            n += hull(in, m, w, least_mode(in, m, w), out + n);
+        double spared = 0.0;
+        int    begin = least_mode(in, m, w);
+
+        if (t->flags[w] & MT_TRACK_FIXED)
+            continue;
+        if (w > 0 && t->flags[w - 1] & MT_TRACK_PAIR)
+            begin = MT_KEEP_LINKED;
+        if (t->flags[w] & MT_TRACK_PAIR)
+            spared = seconds_of(in, m, w + 1, MT_KEEP_REPLAY)
+                     - seconds_of(in, m, w + 1, MT_KEEP_LINKED);
+        n += hull(in, m, w, begin, spared, out + n);
     }
     qsort(out, (size_t)n, sizeof *out, better_first);
     return n;
@@ -732,6 +758,7 @@ static int mode_between(const mt_search *in, int64_t m, int64_t w, int low, int6
     return found;
 }
 
+/* Of a pair, the second is linked once the first keeps attention's output. */
 static void climb(plan *p, int64_t m, track_bound *t, const rung *rungs, int64_t n)
 {
     const mt_search *in = p->in;
@@ -751,8 +778,12 @@ static void climb(plan *p, int64_t m, track_bound *t, const rung *rungs, int64_t
 
             mode = mode_between(in, m, w, low, above, rungs[i].mode);
             above = bytes_of(in, in->kept, m, w, mode);
-            *by = (change){ (int)w, mode };
+            *by = (change){ (int)w, mode, 0 };
             keep_at(in, m, w, mode, modes, kept, work);
+            if (t->flags[w] & MT_TRACK_PAIR && modes[w + 1] == MT_KEEP_REPLAY) {
+                by->linked = 1;
+                keep_at(in, m, w + 1, MT_KEEP_LINKED, modes, kept, work);
+            }
             *level = level_of(in, m, modes, kept, work);
             level->peak = most(level->peak, level[-1].peak);    /* no less than of those before */
             level->early = most(level->early, level[-1].early);
@@ -785,8 +816,11 @@ static void track_close(track_bound *t)
 static void modes_of(const mt_search *in, const track_bound *t, int64_t level, uint8_t *modes)
 {
     memcpy(modes, t->modes, (size_t)in->step.n_windows);
-    for (int64_t i = 1; i <= level; i++)
+    for (int64_t i = 1; i <= level; i++) {
         modes[t->by[i].w] = (uint8_t)t->by[i].mode;
+        if (t->by[i].linked)
+            modes[t->by[i].w + 1] = MT_KEEP_LINKED;
+    }
 }
 
 /* ---- a track's part of a bound ------------------------------------------------------------ */
@@ -872,7 +906,7 @@ static void bound_track(plan *p, int64_t m, int64_t track, track_bound *t)
     wait_for(in, m, t->modes, &filed, s->bays, s->write, s->read, t);
     t->t.least_s = t->forward_wait_s + t->backward_wait_s;
     for (int64_t w = 0; w < s->n_windows; w++)
-        t->t.least_s += t->flags[w] ? seconds_of(in, m, w, t->modes[w])
+        t->t.least_s += t->flags[w] & MT_TRACK_FIXED ? seconds_of(in, m, w, t->modes[w])
                         : extreme_s(in, m, w, 0);
 }
 

@@ -31,8 +31,11 @@
 enum { MT_HOME_RAM, MT_HOME_VRAM, MT_HOME_ARRIVE, MT_HOME_THROUGH, MT_HOME_DISK,
        MT_HOME_DISK_WEIGHTS };
 
-/* What a window keeps, least first. Modes behind these keep the same elsewhere. */
-enum { MT_KEEP_REPLAY, MT_KEEP_SAVED = 3 };
+/* What a window keeps, least first; LINKED: in place of its input what the layer before makes.
+ * Modes behind it keep the same elsewhere. */
+enum { MT_KEEP_REPLAY, MT_KEEP_SAVED = 3, MT_KEEP_LINKED };
+
+enum { MT_TRACK_FIXED = 1, MT_TRACK_PAIR = 2 };   /* bits of `flags` */
 
 typedef struct mt_search {
     mt_walk step;                /* what no choice changes; the arrays of the others are NULL */
@@ -58,7 +61,7 @@ typedef struct mt_search {
     /* [n_micro][n_kinds], then by mode too; NAN where a window has no such mode */
     const double  *forward_s, *forward_host_s, *backward_s, *backward_host_s;
     const int64_t *kept, *work, *away;   /* bytes on the device, beside in backward, elsewhere */
-    const int64_t *on_disk;            /* [n_modes] */
+    const int64_t *on_disk, *is_linked;  /* [n_modes] */
 
     const int64_t *micro;                /* [n_micro] numbers of micro-batches, fastest first */
     const int64_t *cached;               /* [n_micro] bytes on the device beside, all the time */
@@ -66,7 +69,7 @@ typedef struct mt_search {
 
     /* [n_micro + 1] where each number's tracks begin; [tracks][n_windows] */
     const int64_t *tracks;
-    const uint8_t *modes, *flags;        /* flags: 1 where the window keeps that mode */
+    const uint8_t *modes, *flags;        /* PAIR: the next window may be linked to it */
 
     /* [n_rows] in the order in which equals are preferred; [n_rows][n_units] homes */
     const uint8_t *homes;

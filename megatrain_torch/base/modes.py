@@ -3,7 +3,8 @@ multiply.
 
 activations, what a window keeps between forward and backward
     "replay" its input alone; "attention" attention's output and log-sum-exp besides; "selective" all but the largest
-    part; "saved" everything that backward needs.
+    part; "saved" everything that backward needs. "linked": attention's output and log-sum-exp in place of the input,
+    which the layer before makes again from what it keeps, without attention.
     And where, the input too: nothing: on the device. "+host": in host memory. "+disk": in a file, by way of a few bays
     of host memory. So "selective+host", "replay+disk".
 
@@ -30,9 +31,10 @@ from .. import _core
 from .errors import MegatrainError
 
 KEEPS = ("replay", "attention", "selective", "saved")        # least first
-HOST = tuple([f"{keep}+host" for keep in KEEPS])
-DISK = tuple([f"{keep}+disk" for keep in KEEPS])
-MODES = (*KEEPS, *HOST, *DISK)
+LINKED = "linked"
+HOST = (*(f"{keep}+host" for keep in KEEPS), "linked+host")
+DISK = (*(f"{keep}+disk" for keep in KEEPS), "linked+disk")
+MODES = (*KEEPS, LINKED, *HOST, *DISK)
 HOMES = ("ram", "vram", "arrive", "through", "disk", "disk+weights")        # of a unit: weights, gradients and states
 DISKS = ("disk", "disk+weights")            # of which states are in a file; weights too
 DELIVERIES = ("whole", "shards")            # a rank fetches all weights; or its portion, and gathers the others'
@@ -42,7 +44,7 @@ GRADS = ("ram", "none")     # where gradients wait for their update: at home wit
 class Mode(NamedTuple):
     """A mode's word, taken apart."""
 
-    keep: str           # one of KEEPS
+    keep: str           # one of KEEPS, or LINKED
     host: bool          # what is kept leaves the device, the window's input too
     disk: bool          # for a file
 

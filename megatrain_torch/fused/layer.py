@@ -23,7 +23,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..base.codes import format_of, multiplies
-from ..base.modes import Mode, inner
+from ..base.modes import LINKED, Mode, inner
 from ..base.modes import read as mode_of
 from ..graph import hf_calls
 from ..graph.door import window_of
@@ -244,15 +244,20 @@ class Fused:
             return None
         self.verdict = self.declined = ""
         self._lately = self._lately or ""
-        keeps = window.runtime.keeps
+        keeps, link = window.runtime.keeps, None
         keeps.most_tokens = max(keeps.most_tokens, x.shape[:2].numel())
         mode = mode_of(keeps.mode_of(window))
-        if not (mode.host and self.template.swaps):
+        if mode.keep == LINKED:
+            mode, link = self._linked(x, mode)
+        if link is None and not (mode.host and self.template.swaps):
             return Layer.apply(self, template, call, mode, None, x, *window.params)
-        bundle = Bundle(window.runtime.swap, window, mode.disk)
+        # x too is saved by way of the bundle, whose life then is that of the graph, or not at all.
+        bundle = Bundle(window.runtime.swap, window, mode.disk) if mode.host else None
 
-        def pack(t: Tensor) -> Any:          # x too is saved by way of the bundle, whose life then is the graph's
-            return keep(t) if bundle.input < 0 else Part(bundle, bundle.input)
+        def pack(t: Tensor) -> Any:
+            if link is not None:
+                return link
+            return keep(t) if bundle is None or bundle.input < 0 else Part(bundle, bundle.input)
 
         _push(pack, restored)
         try:
@@ -345,6 +350,21 @@ class Fused:
         finally:
             swap_window(outer)
 
+    def _linked(self, x: Tensor, mode: Mode) -> tuple[Mode, Link | None]:
+        """The mode that a linked window so given its input can have, and what stands for that.
+
+        Where x is no window's output as it came, the input is kept alone. Where the window before is no layer, keeps
+        no attention's output or is linked itself, the input is kept beside attention's output.
+        """
+        node: Any = x.grad_fn
+        if not isinstance(node, Layer._backward_cls):
+            return mode._replace(keep="replay"), None
+        may = self.template.swaps and node.template.swaps and node.keep != LINKED and node.kept is not None
+        made_from = node.kept[0].out if may else None    # attention's output; None: attention would have to run again
+        if made_from is None:
+            return mode._replace(keep="attention"), None
+        return mode, Link(node, made_from, self.window.runtime.swap.position)
+
 
 # ---- the node of the graph that a layer is ---------------------------------------------------------
 
@@ -356,7 +376,7 @@ class Layer(torch.autograd.Function):
     def forward(ctx: Any, fused: Fused, template: Template, call: Any, mode: Mode, bundle: Bundle | None, x: Tensor,
                 *params: Tensor) -> Tensor:
         ctx.window = window = fused._window()            # which the graph may outlive its module with
-        ctx.fused, ctx.call, ctx.records, ctx.bundle = fused, call, window.trainable, bundle
+        ctx.fused, ctx.call, ctx.records, ctx.keep, ctx.bundle = fused, call, window.trainable, mode.keep, bundle
         # The module, and what of it is trained, may change before backward, which is that of this forward.
         ctx.template, ctx.names = template, fused.names
         ctx.trained_names, ctx.wanted = fused.trained_names, fused.wanted
@@ -367,7 +387,7 @@ class Layer(torch.autograd.Function):
         if bundle is not None:               # on its way off the device, but for what is small
             may = bundle.swap.may
             kept = tree_map_only(Tensor, lambda t: bundle.add(t) if may(t) else t, kept)
-            if may(x):
+            if mode.keep != LINKED and may(x):
                 bundle.input = bundle.add(x).number
             bundle.leave()
         ctx.kept = kept
@@ -378,7 +398,7 @@ class Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> Any:
         refuse_create_graph()
-        fused, template, (x,) = ctx.fused, ctx.template, ctx.saved_tensors
+        fused, template, (x,) = ctx.fused, ctx.template, ctx.saved_tensors     # x of a linked window is made again here
         rt, kept, bundle = ctx.window.runtime, ctx.kept, ctx.bundle
         # This object lives as long as the loss, what it keeps not: a second time all is made again from x. What that
         # needs of a bundle, x as it was saved holds.
@@ -401,3 +421,32 @@ class Layer(torch.autograd.Function):
         if not graph_stays():
             ctx.call = None
         return None, None, None, None, None, dx, *taken
+
+
+class Link:
+    """Stands for a linked window's input, which is the output of the layer before: `node`, its part of the graph, which
+    makes it again from what it keeps.
+
+    What that layer keeps elsewhere comes back in time for this one, which comes first in backward, and is asked for
+    once more than by its own backward.
+    """
+
+    __slots__ = ("node", "made_from")
+
+    def __init__(self, node: Any, made_from: Any, position: int) -> None:
+        """made_from: what that layer keeps for it. position: of the linked window, in the order of forwards."""
+        self.node, self.made_from = node, made_from
+        bundle = node.bundle
+        if bundle is not None:
+            bundle.needed = position
+            numbers = [made_from.number] * (type(made_from) is Part) + [bundle.input] * (bundle.input >= 0)
+            for n in numbers:
+                bundle.wanted[n] += 1
+
+    def tensor(self) -> Tensor:
+        node, fused = self.node, self.node.fused
+        (x,) = node.saved_tensors
+        check_versions(node.window, node.versions)
+        with node.window.runtime.trace.during(node.window, "replay"), torch.no_grad():
+            out = self.made_from.tensor() if type(self.made_from) is Part else self.made_from
+            return node.template.again(x, out, fused.operands(node.template, node.names), node.call, node.keep)

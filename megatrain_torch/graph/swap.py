@@ -60,7 +60,9 @@ class Bundle:
     def __init__(self, swap: Swap, window: Window, disk: bool = False) -> None:
         self.swap, self.unit, self.disk = swap, window.units[0], disk
         self.core = swap.runtime.core        # a bundle may be the last to go
-        self.position = swap.position        # where the window comes in the order of forwards
+        # Where the window comes in the order of forwards; and where that one does whose backward asks for it first: its
+        # own, or the next, which makes its input again from it.
+        self.position = self.needed = swap.position
         self.sources: list[Tensor] = []      # until they have left or were asked for
         self.versions: list[tuple[Tensor, int]] = []
         self.shapes: list[tuple[Any, Any, torch.dtype, int]] = []
@@ -111,7 +113,7 @@ class Bundle:
         self._await()
         if not self.met:
             self.met = True
-            self.swap.approach(self.position)
+            self.swap.approach(self.needed)
         self.wanted[number] -= 1
         return self.landed.pop(number) if self.wanted[number] <= 0 else self.landed[number]
 
@@ -193,9 +195,9 @@ class Swap:
             self.sweep()
         for ref in reversed(self.out):
             bundle = ref()
-            if bundle is None or bundle.position >= position:
+            if bundle is None or bundle.needed >= position:
                 continue
-            if bundle.position < position - self.ahead:
+            if bundle.needed < position - self.ahead:
                 break
             if not bundle.landed and not bundle.sources and any(times > 0 for times in bundle.wanted):
                 bundle.come()

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..base.modes import DISK, HOST, read
+from ..base.modes import DISK, HOST, LINKED, read
 from ..fused.loss import chunk_tokens
 from ..fused.trl import ODDS, TILES
 from .machine import Machine
@@ -51,7 +51,7 @@ def cost_of(window: Window, machine: Machine, tokens: int, seq: int, fused: bool
     return run.eager()
 
 
-TEMPLATE_OPERATIONS = {"forward": 22, "backward": 38, "selective": 2, "attention": 10, "replay": 12}
+TEMPLATE_OPERATIONS = {"forward": 22, "backward": 38, "selective": 2, "attention": 10, "replay": 12, LINKED: 20}
 PART_OPERATIONS = {"forward": 9, "backward": 16}       # of some experts, where they are fetched a few at a time
 EXPAND_TRAFFIC = 1.3        # bytes per byte of a weight that is made of codes: written, and codes read
 HEAD_TRAFFIC_BYTES = 6      # per logit: the loss reads twice and writes their gradients in place, 16 bits each
@@ -163,8 +163,8 @@ class _Run:
             for mode in kept for n in [min(tokens, t.tiled[1] or tokens) if mode != "saved" else tokens]}
         by_rows = self.m.device == "cuda" and not w.context and tokens == seq >= t.long[2]
         in_tiles = t.spared(tokens) + (copied + tokens * t.long[0] - t.long[1]) * by_rows
-        return ({mode: math.ceil(tokens * (t.input + n)) for mode, n in kept.items()},
-                {mode: math.ceil(tokens * (t.work - n)) - (mode != "saved") * in_tiles
+        return ({mode: math.ceil(tokens * (t.input * (mode != LINKED) + n)) for mode, n in kept.items()},
+                {mode: math.ceil(tokens * (t.input * (mode == LINKED) + t.work - n)) - (mode != "saved") * in_tiles
                  + copied + codes[mode] + t.expanded[0] for mode, n in kept.items()})
 
     def fused_layer(self) -> Cost:
@@ -177,7 +177,8 @@ class _Run:
         goes in and read and write what comes out; in backward twice as much.
 
         replay runs everything but the last projection again, attention all of that but attention itself, selective gate
-        and up behind a norm, and what makes q, k and v of few numbers.
+        and up behind a norm, and what makes q, k and v of few numbers; linked as attention, and of the layer before,
+        which is taken to be alike, what is behind attention.
         """
         w, tokens = self.w, self.tokens
         h, q, qkv, up, size = w.hidden, w.attention, w.width("qkv") + w.width("latent"), w.width("up"), w.itemsize
@@ -197,6 +198,8 @@ class _Run:
                  "attention": forward - self.linear_s(self.joined("down"))
                  + self.bytes_s(tokens * size * (5 * h + 2 * qkv))}
         again["replay"] = again["attention"] + attention
+        again[LINKED] = again["attention"] + forward - self.linear_s(self.joined("qkv", "latent")) \
+            + self.bytes_s(tokens * size * (4 * h + 1.5 * up))
         normed = sum(p.fan_in for p in self.coded(self.joined("qkv", "latent", "up")))   # codes are made with them
         ops, more = TEMPLATE_OPERATIONS, w.template.parts - 1
         back = ops["backward"] + more * PART_OPERATIONS["backward"]

@@ -27,9 +27,11 @@ from ..base.modes import (
     DISKS,
     GRADS,
     HOMES,
+    LINKED,
     MODES,
     check_products,
     check_states,
+    read,
 )
 from ..figures.report import LANES, Shown, Table, Tier, bytes_table, draw_tiers
 from ..store.disk import FROZEN, PADDING, SPILLED, Disk
@@ -195,10 +197,14 @@ class Plan(Shown):
 
     def _placement(self) -> Table:
         """Neighbouring windows of which the same is chosen; only layers that differ by a number share a row."""
+        modes = dict(self.activations)
+        for a, b in itertools.pairwise(self.activations):
+            if read(self.activations[b]).keep == LINKED:       # the same words for both layers of the pair
+                modes[a] = modes[b] = f"{self.activations[a]}, {self.activations[b]} in turn"
         alike = {name: (self.homes.get(name, "shared"), mode, re.sub(r"\d+", "*", name))
-                 for name, mode in self.activations.items()}
+                 for name, mode in modes.items()}
         rows: list[tuple[str, ...]] = [("window", "weights", "home", "activations")]
-        for (home, mode, _), run in itertools.groupby(self.activations, key=alike.get):
+        for (home, mode, _), run in itertools.groupby(modes, key=alike.get):
             names = list(run)
             rows.append((_span(names), show_bytes(sum(self.weights[n] for n in names)), home, mode))
         ring = f"ring of {self.slots} slots for what streams"
@@ -226,9 +232,9 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
             what the machine has, but say what the host of a card by name has; by default 2 % of it stay free.
         micro: micro-batches of a step; None: as many as are best.
         homes: "ram", "vram", "arrive", "through" or, with nvme, "disk" or "disk+weights" for all units. Or a dict by
-            name of unit, as in a plan. The rest is chosen for these. activations: "replay", "attention",
-            "selective" or "saved", for all windows that have it. With "+host" what is kept waits in host memory, with
-            "+disk" and nvme in a file.
+            name of unit, as in a plan. The rest is chosen for these. activations: "replay", "attention", "linked" (of
+            every second layer; of the others "attention"), "selective" or "saved", for all windows that have it. With
+            "+host" what is kept waits in host memory, with "+disk" and nvme in a file.
             slots: ring size. None: what is best.
         grads: "ram", or "none": gradients are kept nowhere, as mt.stream's plan has it; one micro-batch.
         states: how mt.AdamW keeps its states, as it takes them; mt.stream(plan=...) tells it.

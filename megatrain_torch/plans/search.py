@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import _core
-from ..base.modes import DISK, DISKS, HOMES, KEEPS, MODES, moved_bytes
+from ..base.modes import DISK, DISKS, HOMES, KEEPS, LINKED, MODES, moved_bytes, read
 from ..figures.report import LANES, OWN, WAITS
 from ..store.arrivals import AHEAD, STAY
 from ..store.disk import BAYS, BUNDLE_PADDING_BYTES, FEED_BYTES, MEMORY_BYTES, POOL, SPILLED
@@ -55,6 +55,7 @@ ROWS = {**_core.LANES, **{row: len(_core.LANES) + i for i, row in enumerate((OWN
 CAUSES = ("host update", "disk", "h2d", "d2h", "host sum", "through", "swap out", "swap back", "swap disk", OWN,
           *SHARED)
 _MODES = {mode: code for code, mode in enumerate(MODES)}         # as C numbers them
+FIXED, PAIR = 1, 2          # bits of a track's windows: see walk/search.h
 
 
 @dataclass(frozen=True)
@@ -333,16 +334,22 @@ class Problem:
         """Modes of windows, and which of them stay fixed: nothing away, then first layers in growing number."""
         costs, w, windows = self.costs(micro), self.wishes, self.shape.windows
         asked = w.activations
+        pairs = _pairs([LINKED in c.kept and window.learns for c, window in zip(costs, windows)])
         least = [asked if asked in c.kept else next(m for m in KEEPS if m in c.kept) for c in costs]
 
-        def track(fixed: dict[int, str]) -> tuple[bytes, bytes]:
+        def track(fixed: dict[int, str], linked: Iterable[int] = ()) -> tuple[bytes, bytes]:
             flags = bytearray(len(windows))
             modes = list(least)
             for at, mode in fixed.items():
-                modes[at], flags[at] = mode, True
+                modes[at], flags[at] = mode, FIXED
+            for at in linked:
+                flags[at] |= PAIR
             return _mode_codes(modes), bytes(flags)
 
         if asked is not None:
+            if read(asked).keep == LINKED:
+                other, seconds = str(read(asked)._replace(keep="attention")), {a + 1 for a in pairs}
+                least = [other if mode == asked and at not in seconds else mode for at, mode in enumerate(least)]
             return [track(dict(enumerate(least)))]
 
         def able(mode: str) -> list[int]:
@@ -358,11 +365,26 @@ class Problem:
             for inputs, both in itertools.combinations(_counts(layers), 2):
                 found.append(track({at: "replay+host" if i < inputs else "attention+host"
                                     for i, at in enumerate(layers[:both])}))
+            found += [track(*some) for some in self._linked(pairs, costs)]
         for keep in KEEPS if w.nvme else ():       # the first keep on disk what some behind them keep in host memory
             layers = able(f"{keep}+disk")
             found += [track({at: keep + ("+disk" if i < filed else "+host") for i, at in enumerate(layers[:away])})
                       for filed, away in itertools.combinations_with_replacement(_counts(layers), 2)]
         return found
+
+    def _linked(self, pairs: list[int], costs: list[Cost]) -> Iterator[tuple[dict[int, str], list[int]]]:
+        """Pairs of layers of which the first keeps its input and the outputs of attention are kept of both: the first
+        of them on disk, those behind in host memory, or there the inputs alone, and the others on the device."""
+        order = [a for a in pairs if costs[a + 1].backward_s[LINKED] < costs[a + 1].backward_s["replay"]]
+        counts = [0, *_counts(order)]
+        ways = (("attention", LINKED, "+host"), ("replay", "replay", "+host"))
+        on_disk = (("attention", LINKED, "+disk"), ("replay", "replay", "+disk")) if self.wishes.nvme else ()
+        for first in (None, *on_disk) if order else ():
+            for ends in itertools.combinations_with_replacement(counts, 3):
+                if (first is None) == (ends[0] == 0):
+                    parts = zip((first, *ways), map(slice, (0, *ends), ends))
+                    fixed = {a + i: way[i] + way[2] for way, of in parts for a in order[of] for i in (0, 1)}
+                    yield fixed, order[ends[2]:]
 
     # ---- the search ----
 
@@ -479,6 +501,7 @@ class Problem:
                 **{name: array("q", [getattr(c, name).get(mode, 0) for c in costs for mode in MODES])
                    for name in ("kept", "work", "away")},
                 "on_disk": array("q", [mode in DISK for mode in MODES]),
+                "is_linked": array("q", [read(mode).keep == LINKED for mode in MODES]),
                 "tracks": array("q", itertools.accumulate(map(len, tracks), initial=0)),
                 "modes": b"".join(modes for some in tracks for modes, _ in some),
                 "flags": b"".join(flags for some in tracks for _, flags in some)}
@@ -511,3 +534,12 @@ def _lists(lists: Iterable[Sequence[int]]) -> tuple[array[int], array[int]]:
 def _counts(able: Sequence[object]) -> list[int]:
     """Of so many layers the first eighth, two, ..., all."""
     return sorted({-(-len(able) * part // PARTS) for part in range(1, PARTS + 1)} - {0})
+
+
+def _pairs(able: Sequence[bool]) -> list[int]:
+    """Layers of which the next may be linked to them, each layer in one pair."""
+    found: list[int] = []
+    for w in range(len(able) - 1):
+        if able[w] and able[w + 1] and w - 1 not in found:
+            found.append(w)
+    return found

@@ -62,6 +62,13 @@ def test_fused_layers_compute_the_same_bits(family: str, mode: str) -> None:
     assert all(parity.same_bits(grads[n], others[n]) for n in grads)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_a_linked_layer_has_the_bits_of_one_that_keeps_its_input(family: str) -> None:
+    (loss, grads), (found, others) = on_device(family, "attention"), on_device(family, "linked")
+    assert parity.same_bits(loss, found)
+    assert all(parity.same_bits(grads[n], others[n]) for n in grads)
+
+
 @functools.cache
 def overlap_off(scenario: Scenario) -> dict[str, Tensor]:
     return edges.train(scenario, "cuda", sync=True)

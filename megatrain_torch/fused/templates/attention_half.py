@@ -166,6 +166,10 @@ class AttentionHalf(Half):
         q, key, v = self._made(k, shape, w, call)
         if k.out is None:
             k.out, k.extra = call.attention.forward(q, key, v, w[self.sinks] if self.sinks else None)
+        return self.after(x, w, k)
+
+    def after(self, x: Tensor, w: Weights, k: Kept) -> Tensor:
+        """h [T, H] from x [T, H] and attention's output, which is in k."""
         return self.added(x, self.o, k.out.reshape(len(x), -1), w, k)
 
     def _attention_grad(self, dh: Tensor, w: Weights, k: Kept, grads: Grads) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
-from ...base.modes import KEEPS
+from ...base.modes import KEEPS, LINKED
 from ...graph.hf_calls import example, sight_of
 from .attention import LONG, NEVER, ROWS
 from .attention_half import Call, LatentAttention, SelfAttention
@@ -106,11 +106,16 @@ class Decoder(Template):
         y = unflattened(self.mlp.forward(m.x, w, call.correction, m, keep == "saved"), x.shape)
         if keep == "replay":
             return y, None
-        if keep == "attention":
+        if keep in ("attention", "linked"):
             return y, (Kept(out=a.out, extra=a.extra), Kept())
         if keep == "selective":
             a.q = a.kv = m.gu = m.shared_gu = None
         return y, (a, m)
+
+    def again(self, x: Tensor, out: Tensor, w: Weights, call: Call, keep: str) -> Tensor:
+        """y [B, S, H] to the bits of forward, from x [B, S, H] and attention's output."""
+        h = self.attention.after(x.reshape(-1, x.shape[-1]), w, Kept(out=out))
+        return unflattened(self.mlp.forward(h, w, call.correction, Kept(), keep == "saved"), x.shape)
 
     def backward(self, dy: Tensor, x: Tensor, kept: Any, w: Weights, call: Call, wanted: Any, input_grad: bool
                  ) -> tuple[Tensor | None, Grads]:
@@ -135,7 +140,7 @@ class Decoder(Template):
         few = a.o.inputs * item + 4 * a.hq               # attention's output and log-sum-exp
         most, saved = (a.kept_bytes(keep, item) + h * item + m.kept_bytes(keep, item)
                        for keep in ("selective", "saved"))
-        kept = ("replay", 0), ("attention", few), ("selective", most), ("saved", saved)
+        kept = ("replay", 0), ("attention", few), ("selective", most), ("saved", saved), ("linked", few)
         joint = [one.numel * item for one in self.linears if any(n in self.codings for n in one.weights)]
         tiled, experts, long = (0, 0, 0), (0, 0, 0), (0, 0, NEVER)
         made = expanded = 0
@@ -292,7 +297,7 @@ class Embedding(Template):
         return None, grads
 
     def sizes(self, item: int) -> Sizes:
-        return Sizes(8, tuple([(keep, 0) for keep in KEEPS]), 0)
+        return Sizes(8, tuple([(keep, 0) for keep in (*KEEPS, LINKED)]), 0)
 
 
 class LoneNorm(Template):
@@ -315,4 +320,4 @@ class LoneNorm(Template):
 
     def sizes(self, item: int) -> Sizes:
         row = self.norm.size * item
-        return Sizes(row, tuple([(keep, 4) for keep in KEEPS]), 2 * row)
+        return Sizes(row, tuple([(keep, 4) for keep in (*KEEPS, LINKED)]), 2 * row)
