@@ -584,7 +584,7 @@ def test_a_machine_file_is_found_by_path_and_by_environment(tmp_path: Path, monk
 
 @pytest.mark.parametrize("wrong", [
     {"vram_bytes": "24GiB"}, {"host_bytes": -1}, {"gemm": []}, {"gemm": [[1, 2, "x"]]}, {"attention": [[1, 2]]},
-    {"attention": [[2, 1, 1], [1, 1, 1]]}, {"adam_gparams": [[1, 0.0]]}, {"hbm_gbps": None}, {"origins": [["gemm"]]},
+    {"attention": [[2, 1, 1], [1, 1, 1]]}, {"adam_gparams": [[1, 0.0]]}, {"hbm_gbps": None}, {"adam8_gparams": [["8bit"]]},
     {"device": "tpu"}, {"disk_read_gbps": -1}, {"one_memory": "no"}, {"gemm": [1, 2]}, {"h2d_gbps": 10**400},
     {"vram_bytes": 2**63}], ids=str)
 def test_a_field_of_a_machine_that_no_rate_can_be_is_named(wrong: dict[str, Any]) -> None:

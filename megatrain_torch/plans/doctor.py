@@ -37,7 +37,7 @@ from ..figures.report import as_text
 from ..fused.templates.attention import Attention
 from ..store.disk import Disk
 from .cards import MEASURED
-from .machine import RATES, Machine, describe, store_path
+from .machine import Machine, describe, store_path
 from .tally import ADDED_BYTES, host_rate
 
 MIB = 2**20
@@ -317,14 +317,10 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
         nbytes = min(sizes.disk_bytes, Disk(disk).room() // 4)
         found = _core.disk_measure(disk, nbytes, each=min(32 << 20, nbytes // 16 // 4096 * 4096))
         rates |= {f"disk_{way}_gbps": found[way] / 1e9 for way in ("read", "write", "both")}
-    # What follows from AdamW's rate; what several GPUs have, until they are measured (the network stays); a drive that
-    # no `disk` named.
-    origins = [("add_gparams", "assumed"), *((rate, "assumed") for rate in RATES[-5:]),
-               *((rate, "published") for rate in RATES if rate.startswith("disk_") and disk is None)]
     versions = {"torch": torch.__version__, "cuda": str(torch.version.cuda), "megatrain_torch": _core.__version__}
     return Machine(torch.cuda.get_device_name(device) if cuda else "cpu", device.type, vram // 2 if one else vram,
                    taken, host // 2 if one else host, rss, **_rounded(rates), source=MEASURED, one_memory=one,
-                   origins=tuple(origins), versions=versions)
+                   versions=versions)
 
 
 def _rounded(value: Any) -> Any:
@@ -395,9 +391,8 @@ def measure_links(device: str, gpus: int) -> dict[str, float]:
 def linked(machine: Machine, rates: dict[str, float]) -> Machine:
     """The machine with what measure_links() found. Its host's memory reaches what was seen, at least."""
     rates = rates | {"host_gbps": max(rates["host_gbps"], host_rate(machine) / 1e9)}
-    origins = tuple((name, where) for name, where in machine.origins if name not in rates)
     found = {k: int(rate) if k.endswith("_bytes") else float(f"{rate:.4g}") for k, rate in rates.items()}
-    return dataclasses.replace(machine, **found, origins=origins)
+    return dataclasses.replace(machine, **found)
 
 
 def _communicators(device: torch.device, gpus: int, together: Callable[[], None]) -> int:
