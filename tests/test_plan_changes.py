@@ -65,16 +65,16 @@ def test_changes_that_fit_only_together_are_found() -> None:
 
 def test_a_way_is_told_once() -> None:
     """Gradients that are kept nowhere take the number of micro-batches with them, which is a change by itself too."""
-    ways = [way.changes for way in refused(small(12), **TIGHT, micro=2).ways]
-    assert {"states": "8bit", "grads": "none", "micro": None} in ways
+    ways = [way.changes for way in refused(small(12), host="1700MiB", vram="2GiB", micro=2).ways]
+    assert {"states": "8bit-sr", "grads": "none", "micro": None} in ways
     assert all(ways.count(way) == 1 for way in ways)
 
 
-def test_a_harsher_change_is_told_only_where_it_pays() -> None:
-    """8 bits with a master fit and are as fast: that 8 bits without one fit too helps nobody."""
+def test_a_harsher_change_is_told_only_where_no_milder_one_fits() -> None:
+    """8 bits with a master fit: that 8 bits without one fit too helps nobody."""
     ways = [way.changes for way in tight().ways]
     assert {"states": "8bit"} in ways and {"states": "8bit-sr"} not in ways
-    assert {"states": "8bit", "grads": "none"} in ways, "a fifth faster"
+    assert not [way for way in ways if len(way) > 1]
 
 
 def test_fewer_micro_batches_are_told_where_more_do_not_fit() -> None:
@@ -85,15 +85,10 @@ def test_fewer_micro_batches_are_told_where_more_do_not_fit() -> None:
                    nvme={"limit": "1GiB"}).micro == 1
 
 
-def test_fewer_tokens_are_tried_where_a_step_is_one_micro_batch() -> None:
-    why = refused(small(12), tokens=65536, **TIGHT, grads="none")
-    fewer = [way.changes["tokens"] for way in why.ways if "tokens" in way.changes]
-    assert fewer and all(n % 1024 == 0 and n < 65536 for n in fewer)
-
-
 def test_of_one_sequence_that_is_too_long_a_shorter_one_is_named() -> None:
     why = refused(small(2), tokens=1 << 20, seq=1 << 20, vram="4GiB", host="3GiB")
-    assert why.ways and all(way.changes["seq"] == way.changes["tokens"] < 1 << 20 for way in why.ways)
+    assert 1 < why.changes["seq"] < 1 << 20 and f"seq={why.changes['seq']}, tokens=" in str(why)
+    assert mt.plan(small(2), tokens=why.changes["seq"], seq=why.changes["seq"], machine=FLAT, vram="4GiB", host="3GiB")
 
 
 def test_where_nothing_fits_it_is_said() -> None:
