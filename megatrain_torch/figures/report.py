@@ -110,7 +110,6 @@ def chrome_trace(slices: Sequence[Slice], marks: Sequence[int]) -> dict[str, Any
 OWN = "host"                     # what compute waits for when it waits for no copy and no update: the host's own work
 _UPDATED = ("host update", "through", "disk update")     # lanes that updates of units on the host end on
 _JITTER_NS = 50_000               # times on two queues are compared to within this
-_BAR = 24                         # characters
 COUNTED = ("out_bytes", "back_bytes", "spill_written_bytes", "spill_read_bytes")   # of the engine's counters
 _CALLED = {"compute": "compute", "h2d": "copies to the device", "d2h": "copies to the host",
           "host sum": "the host's sums of gradients", "host update": "the host update",
@@ -190,8 +189,8 @@ class StepReport(Shown):
                     f"{_CALLED[longest]}"
         return text
 
-    def __str__(self) -> str:
-        lines = [self.why, *(as_text(table, right=(1, 2, 4)) for table in self._tables())]
+    def _head(self) -> str:
+        lines = [self.why]
         if self.idle:
             parts = ", ".join(f"{v:.3g} s for {_CALLED[k]}"
                               for k, v in sorted(self.idle.items(), key=lambda item: -item[1]))
@@ -204,20 +203,15 @@ class StepReport(Shown):
                      f"{self.await_seconds:.3g} s; host store {self.host_bytes / 1e9:.3g} GB")
         return "\n".join(lines)
 
-    def _head(self) -> str:
-        return self.why
-
     def _tables(self) -> list[Table]:
         """Every lane that did something: busy seconds, share of the step, GB moved."""
         moved = {"h2d": self.h2d_bytes, "d2h": self.d2h_bytes, "swap out": self.out_bytes, "swap back": self.back_bytes,
                  "disk": self.disk_read_bytes + self.disk_written_bytes,
                  "swap disk": self.spill_read_bytes + self.spill_written_bytes}
-        rows: list[tuple[str, ...]] = [("", "busy s", "", " " * _BAR, "GB")]
-        for lane, busy in self.busy.items():
-            if busy > 0:
-                share = busy / self.seconds if self.seconds > 0 else 0.0
-                rows.append((LANES[lane], f"{busy:.3g}", f"{share:.0%}", "█" * round(share * _BAR),
-                             f"{moved[lane] / 1e9:.3g}" if lane in moved else ""))
+        rows = [("lane", "busy s", "of the step", "GB"),
+                *((LANES[lane], f"{busy:.3g}", f"{busy / self.seconds:.0%}" if self.seconds > 0 else "",
+                   f"{moved[lane] / 1e9:.3g}" if lane in moved else "")
+                  for lane, busy in self.busy.items() if busy > 0)]
         return [("", rows)] if len(rows) > 1 else []
 
 

@@ -143,16 +143,10 @@ def _stream_gbps(sizes: Sizes, device: torch.device) -> float:
     return 2 * sizes.stream_bytes / timed(lambda: torch.mul(a, 0.5, out=b), sizes.least_s) / 1e9
 
 
-def _launch_us(device: torch.device) -> float:
+def _launch_us(device: torch.device, least_s: float) -> float:
     """Host time of one small operation, while the device follows."""
-    x, rounds = torch.zeros(16, device=device), []
-    for _ in range(20):
-        synchronize(device)
-        began = time.perf_counter()
-        for _ in range(50):
-            torch.add(x, x, out=x)
-        rounds.append((time.perf_counter() - began) / 50)
-    return statistics.median(rounds) * 1e6
+    x = torch.zeros(16, device=device)
+    return timed(lambda: torch.add(x, x, out=x), least_s) * 1e6
 
 
 # ---- copies and AdamW ----------------------------------------------------------------------------
@@ -288,7 +282,7 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
                              "fp8_gain": fp8_gain(*sizes.coded, device, sizes.least_s)}
     say("attention, elementwise kernels, launches")
     rates |= {"attention": tuple(_attention_at(seq, sizes, device) for seq in sizes.sequences),
-              "hbm_gbps": _stream_gbps(sizes, device), "launch_us": _launch_us(device)}
+              "hbm_gbps": _stream_gbps(sizes, device), "launch_us": _launch_us(device, sizes.least_s)}
     # By now the libraries of products and attention are loaded.
     rss = resident_bytes() + (TRAINING_BYTES if cuda else 0)
     say("copies")

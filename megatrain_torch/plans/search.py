@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -352,24 +352,20 @@ class Problem:
                 least = [other if mode == asked and at not in seconds else mode for at, mode in enumerate(least)]
             return [track(dict(enumerate(least)))]
 
-        def able(mode: str) -> list[int]:
-            return [at for at, c in enumerate(costs) if mode in c.away and windows[at].learns]
+        def away(*ways: str, cuts: Callable[..., Iterable[tuple[int, ...]]] = itertools.combinations
+                 ) -> Iterator[tuple[bytes, bytes]]:
+            """First layers, in growing number, keep what they keep elsewhere: the first of them in the first way."""
+            layers = [at for at, c in enumerate(costs) if ways[-1] in c.away and windows[at].learns]
+            for ends in cuts(_counts(layers), len(ways)):
+                yield track({at: way for way, *part in zip(ways, (0, *ends), ends) for at in layers[slice(*part)]})
 
-        found = [track({})]
-        for mode in ON_HOST:
-            found += [track(dict.fromkeys(able(mode)[:n], mode)) for n in _counts(able(mode))]
+        found = [track({}), *itertools.chain.from_iterable(map(away, ON_HOST))]
         if w.seq >= LONG_SEQ:
             # An attention's output spares more time than all else: some layers keep it in host memory, with their
             # input, and those before them the input alone, in what is left there.
-            layers = able("attention+host")
-            for inputs, both in itertools.combinations(_counts(layers), 2):
-                found.append(track({at: "replay+host" if i < inputs else "attention+host"
-                                    for i, at in enumerate(layers[:both])}))
-            found += [track(*some) for some in self._linked(pairs, costs)]
+            found += [*away("replay+host", "attention+host"), *(track(*some) for some in self._linked(pairs, costs))]
         for keep in KEEPS if w.nvme else ():       # the first keep on disk what some behind them keep in host memory
-            layers = able(f"{keep}+disk")
-            found += [track({at: keep + ("+disk" if i < filed else "+host") for i, at in enumerate(layers[:away])})
-                      for filed, away in itertools.combinations_with_replacement(_counts(layers), 2)]
+            found += away(f"{keep}+disk", f"{keep}+host", cuts=itertools.combinations_with_replacement)
         return found
 
     def _linked(self, pairs: list[int], costs: list[Cost]) -> Iterator[tuple[dict[int, str], list[int]]]:
