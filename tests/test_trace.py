@@ -16,7 +16,7 @@ from parity import assert_same
 from torch import Tensor, nn
 
 import megatrain_torch as mt
-from megatrain_torch.figures.report import Slice, StepReport, by_lane, idle_seconds, measure
+from megatrain_torch.figures.report import Slice, StepReport, by_lane, measure
 from megatrain_torch.graph.door import UNTRACED
 
 WAYS = ["saved", "replay"]
@@ -430,7 +430,7 @@ GAPS: dict[str, tuple[int, dict[str, float], list[tuple[str, str, str, int, int]
 @pytest.mark.parametrize("case", GAPS)
 def test_each_gap_of_compute_has_its_cause(case: str) -> None:
     until, causes, slices = GAPS[case]
-    found = idle_seconds(lanes_of(*slices), 0, until * MS)
+    found = measure(lanes_of(*slices), 0, until * MS, {"demand_fetches": 0, "await_ns": 0}, 0).idle
     assert {k: round(v * 1e3, 6) for k, v in found.items()} == causes
 
 

@@ -33,7 +33,7 @@ enum { MT_HOME_RAM, MT_HOME_VRAM, MT_HOME_ARRIVE, MT_HOME_THROUGH, MT_HOME_DISK,
 
 /* What a window keeps, least first; LINKED: in place of its input what the layer before makes.
  * Modes behind it keep the same elsewhere. */
-enum { MT_KEEP_REPLAY, MT_KEEP_SAVED = 3, MT_KEEP_LINKED };
+enum { MT_KEEP_REPLAY, MT_KEEP_ATTENTION, MT_KEEP_SAVED = 3, MT_KEEP_LINKED };
 
 enum { MT_TRACK_FIXED = 1, MT_TRACK_PAIR = 2 };   /* bits of `flags` */
 
@@ -94,6 +94,14 @@ typedef struct mt_search {
 typedef struct mt_choice {
     int row, ring, micro, track, level;  /* places in the arrays; track: of its micro's */
 } mt_choice;
+
+/* Tracks of micro[m]: with nothing away, then with first layers, in growing number. asked: a mode
+ * for all windows that have it, -1: there are all tracks. files: some may keep what they keep in
+ * one; is_long: attention is most of a layer. Reads no tracks. modes, flags: [MT_TRACKS_MOST]
+ * [n_windows]; scratch: [2][n_windows]. Returns how many. */
+enum { MT_TRACKS_MOST = 1024 };
+int64_t mt_search_tracks(const mt_search *in, int64_t m, int64_t asked, int files, int is_long,
+                         uint8_t *modes, uint8_t *flags, int64_t *scratch);
 
 /* Choices whose time is below `than`; at most so many are walked. *any: 0, there is none. modes:
  * [n_windows] of the best. */

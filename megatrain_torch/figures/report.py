@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import bisect
 import html
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
+from .. import _core
 from ..base.limits import show_bytes
 
 Table = tuple[str, list[tuple[str, ...]]]   # a title, "" without; rows, the first of which is the head
@@ -74,11 +76,6 @@ def by_lane(slices: Sequence[Slice]) -> dict[str, list[Slice]]:
     return {name: lanes[name] for name in LANES if name in lanes}
 
 
-def busy_seconds(slices: Sequence[Slice], begin: int, end: int) -> float:
-    """Time within [begin, end) that a lane worked. Its slices do not overlap; waits are no work."""
-    return sum(max(0, min(s.end, end) - max(s.begin, begin)) for s in slices if s.work != "wait") * 1e-9
-
-
 def between(slices: Sequence[Slice], begin: int, end: int) -> list[Slice]:
     """A lane's slices, in order, that have a part in [begin, end)."""
     first = bisect.bisect_right(slices, begin, key=lambda s: s.end)
@@ -108,8 +105,6 @@ def chrome_trace(slices: Sequence[Slice], marks: Sequence[int]) -> dict[str, Any
 # ---- steps -----------------------------------------------------------------------------------------
 
 OWN = "host"                     # what compute waits for when it waits for no copy and no update: the host's own work
-_UPDATED = ("host update", "through", "disk update")     # lanes that updates of units on the host end on
-_JITTER_NS = 50_000               # times on two queues are compared to within this
 COUNTED = ("out_bytes", "back_bytes", "spill_written_bytes", "spill_read_bytes")   # of the engine's counters
 _CALLED = {"compute": "compute", "h2d": "copies to the device", "d2h": "copies to the host",
           "host sum": "the host's sums of gradients", "host update": "the host update",
@@ -215,128 +210,25 @@ class StepReport(Shown):
         return [("", rows)] if len(rows) > 1 else []
 
 
-# ---- from slices -------------------------------------------------------------------------------
-
 def measure(lanes: Mapping[str, Sequence[Slice]], begin: int, end: int, counted: Mapping[str, int], host_bytes: int
             ) -> StepReport:
     """The report of the step in [begin, end) ns. counted: growth of the engine's counters."""
-    first = next((s.begin for s in between(lanes.get("compute", ()), begin, end)), end)
-    done = {name: [s for s in between(lane, begin, end) if s.end < end] for name, lane in lanes.items()}
+    within = {name: between(lane, begin, end) for name, lane in lanes.items()}
+    first = next((s.begin for s in within.get("compute", ())), end)
+    done = {name: [s for s in lane if s.end < end] for name, lane in within.items()}
     moved = {name: sum(s.nbytes for s in lane) for name, lane in done.items()}
+    # What a wait was for may have begun before the step; a millisecond is more than times on two queues differ.
+    since, units = min([begin, *(s.begin for s in within.get(WAITS, ()))]), {"": -1}
+    rows = ((_core.LANES[name], _core.WORKS.get(s.work, -1), units.setdefault(s.unit, len(units)), s.begin, s.end)
+            for name in _core.LANES for s in between(lanes.get(name, ()), since, end + 1_000_000))
+    busy, idle = _core.gaps(array("q", chain.from_iterable(rows)), begin, end)
     return StepReport(
         seconds=(end - begin) * 1e-9, h2d_bytes=moved.get("h2d", 0), d2h_bytes=moved.get("d2h", 0),
         fetches=len(done.get("h2d", ())), demand_fetches=counted["demand_fetches"],
         await_seconds=counted["await_ns"] * 1e-9, host_bytes=host_bytes,
-        busy={name: busy_seconds(between(lane, begin, end), begin, end) for name, lane in lanes.items()
-              if name != WAITS},
-        idle=idle_seconds(lanes, begin, end),
+        busy={name: ns * 1e-9 for name, ns in zip(_core.LANES, busy) if name in lanes and name != WAITS},
+        idle={name: ns * 1e-9 for name, ns in zip((*_core.LANES, OWN), idle) if ns},
         between_steps=max(0, first - begin) * 1e-9, traced=True,
         disk_read_bytes=sum(s.nbytes for s in done.get("disk", ()) if s.work == "read"),
         disk_written_bytes=sum(s.nbytes for s in done.get("disk", ()) if s.work == "write"),
         **{k: counted.get(k, 0) for k in COUNTED})
-
-
-def idle_seconds(lanes: Mapping[str, Sequence[Slice]], begin: int, end: int) -> dict[str, float]:
-    """Seconds that compute stood still, by what it waited for.
-
-    A gap in front of a window ends when what the window needs is there: its unit's weights, what it kept, or room for
-    gradients and activations. Whichever came last is to blame for its own time, and the update that a fetch waited
-    for is for the time before. While the thread that launches windows waited for a buffer to hand gradients over in,
-    it is the update's that gave one back, or the sums'. What is left is the host's own, as is a gap at the step's end.
-    """
-    found: dict[str, float] = {}
-    gaps, at = _Gaps(lanes), begin
-    for s in [*between(lanes.get("compute", ()), begin, end), None]:
-        until = end if s is None else max(s.begin, begin)
-        for cause, ns in gaps.blame(at, until, s):
-            found[cause] = found.get(cause, 0.0) + ns * 1e-9
-        at = max(at, until if s is None else s.end)
-    return found
-
-
-_Parts = list[tuple[str, int]]        # of a gap: (cause, nanoseconds)
-
-
-class _Gaps:
-    """Says what a gap [a, b) between compute's windows went to, in nanoseconds."""
-
-    def __init__(self, lanes: Mapping[str, Sequence[Slice]]) -> None:
-        self.lanes = lanes
-
-    def blame(self, a: int, b: int, window: Slice | None) -> _Parts:
-        """A gap before a window (None: a step's end), which was launched after the last hand-over's wait in it."""
-        parts, at = [], a
-        for wait in self._in(WAITS, a, b):
-            if wait.end <= b + _JITTER_NS:
-                at = min(wait.end, b)
-                parts += self._before_launch(max(wait.begin, a), at, wait)
-        parts += self._before_window(at, b, window)
-        rest = b - a - sum(ns for _, ns in parts)
-        return [(cause, ns) for cause, ns in [*parts, (OWN, rest)] if ns > 0]
-
-    def _before_launch(self, a: int, b: int, wait: Slice) -> _Parts:
-        """A hand-over's wait goes to the update of the unit it names, or, where it names none, to the sums of earlier
-        gradients. For the host an update on the device is over when it is queued, behind those that the updater has
-        to make; its gradients wait for those on the device."""
-        lane = next((k for k in _UPDATED if self._over_in(k, wait.begin, wait.end, wait.unit)), "")
-        if lane:
-            parts = self._updates(lane, a, b)
-        else:
-            parts = self._shares(a, b, ("host update", "d2h", "device update") if wait.unit else ("host sum", "d2h"))
-        longest = max(parts, key=lambda part: part[1])[0]
-        return [*parts, (longest, b - a - sum(ns for _, ns in parts))]
-
-    def _before_window(self, a: int, b: int, window: Slice | None) -> _Parts:
-        """The part that is not the host's own, where it launched the window at a or later."""
-        if window is None:
-            return []
-        ended = {"h2d": self._over_in("h2d", a, b, window.unit),
-                 "device update": self._over_in("device update", a, b, window.unit),    # of a unit that lives there
-                 "d2h": self._over_in("d2h", a, b) if window.work == "backward" else None,
-                 "swap out": self._over_in("swap out", a, b) if window.work == "forward" else None,
-                 "swap back": self._over_in("swap back", a, b, window.unit),
-                 "swap disk": self._over_in("swap disk", a, b)}     # the computing thread waits for it, by window
-        over = [(lane, s) for lane, s in ended.items() if s is not None]
-        if not over:
-            return []
-        lane, last = max(over, key=lambda found: found[1].end)
-        if lane == "device update":
-            return self._updates(lane, a, min(last.end, b))
-        own = (lane, min(last.end, b) - max(a, last.begin))
-        return [own, *(self._before_fetch(a, last) if lane == "h2d" else [])]
-
-    def _before_fetch(self, a: int, fetch: Slice) -> _Parts:
-        """Before a fetch began, its unit's update ran, or the copies before it, or the disk read its weights."""
-        for lane in _UPDATED:
-            own = self._over_in(lane, a, fetch.begin, fetch.unit)
-            if own is not None:
-                return self._updates(lane, a, min(own.end, fetch.begin))
-        copies, read = self._busy("h2d", a, fetch.begin), self._over_in("disk", a, fetch.begin, fetch.unit)
-        reading = self._busy("disk", a, fetch.begin) if read is not None and read.work == "read" else 0
-        return [("h2d", copies), ("disk", min(reading, max(fetch.begin - a - copies, 0)))]
-
-    def _updates(self, lane: str, a: int, b: int) -> _Parts:
-        """At b an update was over: the lane's work or that of the one its states come by, whichever was at it longer,
-        as they go on beside each other; for the rest the gradients it waited for, and the other lane."""
-        source = {"disk update": "disk", "device update": "through"}.get(lane, "")   # through: of states that arrive
-        longer, other = sorted((lane, source), key=lambda k: -self._busy(k, a, b))
-        return self._shares(a, b, (longer, "d2h", other))
-
-    def _shares(self, a: int, b: int, causes: Sequence[str]) -> _Parts:
-        """Each lane's work, as far as those before it have left any of the gap."""
-        parts, rest = [], b - a
-        for cause in causes:
-            parts.append((cause, min(self._busy(cause, a, b), rest)))
-            rest -= parts[-1][1]
-        return parts
-
-    def _in(self, lane: str, a: int, b: int) -> list[Slice]:
-        return between(self.lanes.get(lane, ()), a, b)
-
-    def _busy(self, lane: str, a: int, b: int) -> int:
-        return round(busy_seconds(self._in(lane, a, b), a, b) * 1e9) if b > a else 0
-
-    def _over_in(self, lane: str, a: int, b: int, unit: str | None = None) -> Slice | None:
-        """The lane's last slice of work on the unit (None: on any) that ended in the gap (a, b]."""
-        return next((s for s in reversed(self._in(lane, a, b + _JITTER_NS)) if s.work != "wait"
-                     and a < s.end <= b + _JITTER_NS and unit in (None, s.unit)), None)

@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import _core
-from ..base.modes import DISK, DISKS, HOMES, KEEPS, LINKED, MODES, moved_bytes, read
+from ..base.modes import DISK, DISKS, HOMES, LINKED, MODES, moved_bytes, read
 from ..figures.report import LANES, OWN, WAITS
 from ..store.arrivals import AHEAD, STAY
 from ..store.disk import BAYS, BUNDLE_PADDING_BYTES, FEED_BYTES, MEMORY_BYTES, POOL, SPILLED
@@ -41,9 +41,6 @@ EARLY = max(GUESTS + AHEAD + 1, STAY)   # windows whose activations may be alive
 # Bytes per parameter that a gradient moves into the planes of a unit at home in VRAM: measured and copied; by each
 # further micro-batch added to its fp32 sum, rounded and measured. Of several ranks the first has a sum in fp32 too.
 GATHERED = (6, 16)
-# What first layers may keep in host memory, and how many of them, in parts of all.
-ON_HOST = ("replay+host", "attention+host", "selective+host", "saved+host")
-PARTS = 8
 LONG_SEQ = 1 << 16          # tokens of a sequence from which attention is most of a layer
 OVERHEAD = "Python, torch, driver"          # of host memory: what is there besides planes
 
@@ -55,7 +52,6 @@ ROWS = {**_core.LANES, **{row: len(_core.LANES) + i for i, row in enumerate((OWN
 CAUSES = ("host update", "disk", "h2d", "d2h", "host sum", "through", "swap out", "swap back", "swap disk", OWN,
           *SHARED)
 _MODES = {mode: code for code, mode in enumerate(MODES)}         # as C numbers them
-FIXED, PAIR = 1, 2          # bits of a track's windows: see walk/search.h
 
 
 @dataclass(frozen=True)
@@ -328,60 +324,6 @@ class Problem:
         least = LEAST_OF_PIECES if pieces else 2            # with a disk some may come whole
         return [r for r in RINGS if least <= r < n] + [max(least, n)]
 
-    # ---- activations that may be chosen ----
-
-    def tracks(self, micro: int) -> list[tuple[bytes, bytes]]:
-        """Modes of windows, and which of them stay fixed: nothing away, then first layers in growing number."""
-        costs, w, windows = self.costs(micro), self.wishes, self.shape.windows
-        asked = w.activations
-        pairs = _pairs([LINKED in c.kept and window.learns for c, window in zip(costs, windows)])
-        least = [asked if asked in c.kept else next(m for m in KEEPS if m in c.kept) for c in costs]
-
-        def track(fixed: dict[int, str], linked: Iterable[int] = ()) -> tuple[bytes, bytes]:
-            flags = bytearray(len(windows))
-            modes = list(least)
-            for at, mode in fixed.items():
-                modes[at], flags[at] = mode, FIXED
-            for at in linked:
-                flags[at] |= PAIR
-            return _mode_codes(modes), bytes(flags)
-
-        if asked is not None:
-            if read(asked).keep == LINKED:
-                other, seconds = str(read(asked)._replace(keep="attention")), {a + 1 for a in pairs}
-                least = [other if mode == asked and at not in seconds else mode for at, mode in enumerate(least)]
-            return [track(dict(enumerate(least)))]
-
-        def away(*ways: str, cuts: Callable[..., Iterable[tuple[int, ...]]] = itertools.combinations
-                 ) -> Iterator[tuple[bytes, bytes]]:
-            """First layers, in growing number, keep what they keep elsewhere: the first of them in the first way."""
-            layers = [at for at, c in enumerate(costs) if ways[-1] in c.away and windows[at].learns]
-            for ends in cuts(_counts(layers), len(ways)):
-                yield track({at: way for way, *part in zip(ways, (0, *ends), ends) for at in layers[slice(*part)]})
-
-        found = [track({}), *itertools.chain.from_iterable(map(away, ON_HOST))]
-        if w.seq >= LONG_SEQ:
-            # An attention's output spares more time than all else: some layers keep it in host memory, with their
-            # input, and those before them the input alone, in what is left there.
-            found += [*away("replay+host", "attention+host"), *(track(*some) for some in self._linked(pairs, costs))]
-        for keep in KEEPS if w.nvme else ():       # the first keep on disk what some behind them keep in host memory
-            found += away(f"{keep}+disk", f"{keep}+host", cuts=itertools.combinations_with_replacement)
-        return found
-
-    def _linked(self, pairs: list[int], costs: list[Cost]) -> Iterator[tuple[dict[int, str], list[int]]]:
-        """Pairs of layers of which the first keeps its input and the outputs of attention are kept of both: the first
-        of them on disk, those behind in host memory, or there the inputs alone, and the others on the device."""
-        order = [a for a in pairs if costs[a + 1].backward_s[LINKED] < costs[a + 1].backward_s["replay"]]
-        counts = [0, *_counts(order)]
-        ways = (("attention", LINKED, "+host"), ("replay", "replay", "+host"))
-        on_disk = (("attention", LINKED, "+disk"), ("replay", "replay", "+disk")) if self.wishes.nvme else ()
-        for first in (None, *on_disk) if order else ():
-            for ends in itertools.combinations_with_replacement(counts, 3):
-                if (first is None) == (ends[0] == 0):
-                    parts = zip((first, *ways), map(slice, (0, *ends), ends))
-                    fixed = {a + i: way[i] + way[2] for way, of in parts for a in order[of] for i in (0, 1)}
-                    yield fixed, order[ends[2]:]
-
     # ---- the search ----
 
     def best(self, than: float = math.inf) -> tuple[Choice, Timing] | None:
@@ -410,10 +352,10 @@ class Problem:
         least VRAM within the host's limit, least host memory within the VRAM's, None: not with any; and the choice that
         lacks the fewest bytes, of those that the device can hold if there are any."""
         spilled, vram, host, row, ring, micro = _core.search_needs(self.arrays)
-        count = self.micro_counts[micro]
-        modes = tuple(MODES[i] for i in self.tracks(count)[0][0])
+        windows = len(self.shape.windows)
+        modes = self.arrays.modes[self.arrays.tracks[micro] * windows:][:windows]       # of the first track
         return (array("q", spilled), *(n if n >= 0 else None for n in (vram, host)),
-                Choice(count, self.rows[row][0], self.rings[ring], modes))
+                Choice(self.micro_counts[micro], self.rows[row][0], self.rings[ring], tuple(MODES[i] for i in modes)))
 
     def _memory_s(self, codes: np.ndarray, micro: int) -> np.ndarray:
         updated = (self._of_units("trained") * ~np.isin(codes, coded(SETTLED))).sum(-1)
@@ -429,11 +371,16 @@ class Problem:
         planes = (codes == HOMES.index("through")).any(-1) * THROUGH_BYTES + self.machine.vram_overhead_bytes \
             + self.exchange.buffers + sum(self.tally.at_home(codes, 1 + several).values())
         room = np.full(len(codes), self.wishes.nvme or 0) - sum(self.tally.disk(codes).values())
-        return SimpleNamespace(
+        found = SimpleNamespace(
             **self._unit_arrays(), **self._window_arrays(), micro=array("q", counts),
             cached=array("q", map(self.cache_bytes, counts)), rings=array("q", self.rings), homes=codes.tobytes(),
             memory_s=np.stack([self._memory_s(codes, k) for k in counts], 1).ravel(), several=several, planes=planes,
             host=self._host(codes, 1 + several), room=room // self.wishes.fleet.gpus)
+        w, asked = self.wishes, _MODES.get(self.wishes.activations, -1)
+        made = [_core.search_tracks(found, i, asked, bool(w.nvme), w.seq >= LONG_SEQ) for i in range(len(counts))]
+        ends = itertools.accumulate((len(modes) // len(self.shape.windows) for modes, _ in made), initial=0)
+        found.tracks, found.modes, found.flags = array("q", ends), *map(b"".join, zip(*made))
+        return found
 
     def _of_units(self, name: str) -> np.ndarray:
         """[units] of a Unit's attribute."""
@@ -486,7 +433,6 @@ class Problem:
             if self.shape.units[u].trained:
                 leaving[at].append(u)
         again = (() if w.kind == "embedding" or (w.kind == "head" and self.wishes.fused) else w.units for w in windows)
-        tracks = [self.tracks(k) for k in counts]
         return {"kind": array("q", [kinds[w.shape] for w in windows]), "n_kinds": len(kinds),
                 "learns": array("q", [w.learns for w in windows]),
                 "flying": array("q", map(self._flying, range(len(windows)))),
@@ -498,9 +444,8 @@ class Problem:
                    for name in ("kept", "work", "away")},
                 "on_disk": array("q", [mode in DISK for mode in MODES]),
                 "is_linked": array("q", [read(mode).keep == LINKED for mode in MODES]),
-                "tracks": array("q", itertools.accumulate(map(len, tracks), initial=0)),
-                "modes": b"".join(modes for some in tracks for modes, _ in some),
-                "flags": b"".join(flags for some in tracks for _, flags in some)}
+                "tracks": array("q", [0] * (len(counts) + 1)), "modes": b"", "flags": b""}         # to come
+
 
 def solve(problem: Problem) -> tuple[Problem, tuple[Choice, Timing] | None]:
     """The best with as many buffers for gradients kept nowhere as fit, or fewer where that spares the disk."""
@@ -525,17 +470,3 @@ def _lists(lists: Iterable[Sequence[int]]) -> tuple[array[int], array[int]]:
     lists = list(lists)
     ends = itertools.accumulate(map(len, lists), initial=0)
     return array("q", ends), array("q", itertools.chain.from_iterable(lists))
-
-
-def _counts(able: Sequence[object]) -> list[int]:
-    """Of so many layers the first eighth, two, ..., all."""
-    return sorted({-(-len(able) * part // PARTS) for part in range(1, PARTS + 1)} - {0})
-
-
-def _pairs(able: Sequence[bool]) -> list[int]:
-    """Layers of which the next may be linked to them, each layer in one pair."""
-    found: list[int] = []
-    for w in range(len(able) - 1):
-        if able[w] and able[w + 1] and w - 1 not in found:
-            found.append(w)
-    return found
