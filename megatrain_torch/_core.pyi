@@ -364,6 +364,9 @@ def search_memory(search: Any, micro: int, modes: bytes, /) -> tuple[int, ...]:
 def search_needs(search: Any, /) -> tuple[bytes, int, int, int, int, int]:
     """Fewest bytes in a file by row and micro, -1: fits with none; least vram, least host; the row and micro that lack
     the fewest bytes."""
+def search_homes(placing: Any, /) -> tuple[bytes, bytes]:
+    """Of an object with mt_placing's fields (csrc/walk/search.h): homes by row, and 1 for rows of several
+    micro-batches."""
 def search_tracks(search: Any, micro: int, asked: int, files: bool, is_long: bool, /) -> tuple[bytes, bytes]:
     """Modes and flags of all tracks, by window."""
 def search_track(search: Any, micro: int, track: int, /) -> tuple[int, int, float, bytes, bytes]:

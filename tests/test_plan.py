@@ -36,6 +36,7 @@ import megatrain_torch as mt
 import megatrain_torch.plans.machine as machine_module
 from megatrain_torch import _core
 from megatrain_torch._core import Engine, plan_slots
+from megatrain_torch.base.modes import HOMES
 from megatrain_torch.fused import trl as trl_losses
 from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.plans import doctor
@@ -373,7 +374,9 @@ def test_a_key_value_cache_counts_where_a_forward_fills_one() -> None:
 
 def every_choice(p: Problem) -> list[Choice]:
     fitting, tracks = [], {micro: tracks_of(p, micro) for micro in p.micro_counts}
-    rows = zip(p.rows, p.arrays.planes, p.arrays.host, p.arrays.room)
+    codes, some = p.rows
+    homes = [tuple(HOMES[code] for code in row) for row in codes]
+    rows = zip(zip(homes, some), p.arrays.planes, p.arrays.host, p.arrays.room)
     for ((homes, several), planes, host, room), ring, micro in itertools.product(rows, p.rings, p.micro_counts):
         if several != (micro > 1):
             continue

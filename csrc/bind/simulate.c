@@ -115,6 +115,17 @@ static const field of_search[] = {
     SEARCH(most_vram, 'q', ""), SEARCH(most_host, 'q', ""), SEARCH(gpus, 'q', ""),
     SEARCH(cache, 'd', ""), SEARCH(byte_s, 'd', ""), SEARCH(worth, 'd', ""),
 };
+
+#define PLACING(name, kind, dims) { #name, kind, dims, offsetof(mt_placing, name) }
+static const field of_placing[] = {
+    PLACING(n_base, 'n', "b"), PLACING(order, 'q', "o"), PLACING(several, 'q', "v"),
+    PLACING(trained, 'q', "u"), PLACING(states, 'q', "u"), PLACING(weights, 'q', "u"),
+    PLACING(padding, 'q', "u"), PLACING(files, 'q', "f"), PLACING(base, 'b', "bu"),
+    PLACING(lack, 'q', "bv"), PLACING(through, 'q', ""), PLACING(to_disk, 'q', ""),
+    PLACING(room, 'q', ""), PLACING(memory, 'q', ""), PLACING(feed, 'q', ""),
+    PLACING(keeps, 'q', ""), PLACING(apart, 'q', ""), PLACING(both, 'd', ""),
+    PLACING(through_rate, 'd', ""), PLACING(host_rate, 'd', ""),
+};
 #define COUNT(table) ((int)(sizeof(table) / sizeof *(table)))
 
 static int has_length(const char *name, int64_t n, int64_t want)
@@ -475,6 +486,32 @@ ASK(track_of)
 ASK(tracks_of)
 ASK(bound_of)
 
+static PyObject *py_homes(PyObject *module, PyObject *placing)
+{
+    VIEWS(v);
+    mt_placing in = { 0 };
+    uint8_t   *homes MT_FREED = NULL, *several MT_FREED = NULL;
+    int64_t   *scratch MT_FREED = NULL, n;
+    size_t     most;
+
+    (void)module;
+    views_begin(&v);
+    if (fields_in(&v, placing, of_placing, COUNT(of_placing), &in) < 0)
+        return NULL;
+    in.n_units = v.length['u'], in.n_order = v.length['o'], in.n_several = v.length['v'];
+    if (!has_length("files", v.length['f'], 2 * in.n_units))
+        return NULL;
+    most = 4 * (size_t)in.n_base;
+    homes = malloc(most * (size_t)in.n_units + 1);
+    several = malloc(most + 1);
+    scratch = malloc((size_t)(2 * in.n_order + in.n_units + 1) * sizeof *scratch);
+    if (homes == NULL || several == NULL || scratch == NULL)
+        return PyErr_NoMemory();
+    n = mt_search_homes(&in, homes, several, scratch);
+    return Py_BuildValue("(y#y#)", homes, SIZE(n * in.n_units, *homes), several,
+                         SIZE(n, *several));
+}
+
 static PyObject *ints_out(const int64_t *row, Py_ssize_t n)
 {
     PyObject *tuple = PyTuple_New(n);
@@ -542,6 +579,9 @@ PyMethodDef mt_walk_methods[] = {
     { "search_needs", py_needs_of, METH_VARARGS,
       "search_needs(search, /)\n--\n\n"
       "(spilled by row and micro, least vram, least host, row, ring and micro that lack least)." },
+    { "search_homes", py_homes, METH_O,
+      "search_homes(placing, /)\n--\n\n"
+      "(homes by row, whether of several micro-batches) that may be chosen." },
     { "search_tracks", py_tracks_of, METH_VARARGS,
       "search_tracks(search, micro, asked, files, is_long, /)\n--\n\n"
       "(modes, flags) of all tracks." },

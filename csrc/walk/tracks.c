@@ -2,7 +2,6 @@
 #include "search.h"
 
 #include <math.h>
-#include <string.h>
 
 enum { PARTS = 8 };              /* of the layers that can; the first so many parts of them do */
 enum { ON_HOST = MT_KEEP_LINKED + 1, IN_FILE = 2 * ON_HOST };      /* the same is kept there */
@@ -47,8 +46,10 @@ static void count_layers(maker *k, int from_none)
 
 static void begin_track(maker *k)
 {
-    memcpy(k->modes + k->n * k->windows, k->least, (size_t)k->windows);
-    memset(k->flags + k->n++ * k->windows, 0, (size_t)k->windows);
+    int64_t at = k->n++ * k->windows;
+
+    for (int64_t w = 0; w < k->windows; w++)
+        k->modes[at + w] = k->least[w], k->flags[at + w] = 0;
 }
 
 /* In the track that was begun. */

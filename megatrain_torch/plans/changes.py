@@ -25,7 +25,6 @@ from ..figures.report import as_text, bytes_table
 from .machine import Machine
 from .search import Problem, solve
 from .shapes import Shape
-from .tally import coded
 
 ENDLESS = 1 << 62           # bytes of a disk
 GIB = 1 << 30
@@ -183,7 +182,7 @@ class _Search:
         # The least of a disk, over what may be chosen with one that has no end.
         tried = self.tried({"nvme": ENDLESS})
         spilled = np.array(tried.needs[0]).reshape(-1, len(tried.micro_counts))
-        filed = sum(tried.tally.disk(np.array([coded(homes) for homes, _ in tried.rows])).values())
+        filed = sum(tried.tally.disk(tried.rows[0]).values())
         disk = np.reshape(filed, (-1, 1)) + spilled * wishes.fleet.gpus
         if least := min(disk[spilled >= 0], default=0):
             found["nvme"] = {"limit": int(least)}

@@ -192,27 +192,29 @@ class Problem:
     # ---- homes that may be chosen ----
 
     @functools.cached_property
-    def rows(self) -> list[tuple[tuple[str, ...], bool]]:
-        """(homes of all units, for several micro-batches or for one), in the order in which equals are preferred."""
-        asked, several = self.wishes.homes, sorted({k > 1 for k in self.micro_counts})
-        found = []
-        base = list(self._homes())
-        codes = self._coded(base)
-        lacks = [self._host(codes, 1 + some) - self.seen.host_bytes for some in several]
-        for at, homes in enumerate(base):
-            placed = [self._with_disk(homes, int(lack[at])) for lack in lacks]
-            through = frozenset() if isinstance(asked, dict) else self._through(homes)
-            ways = [homes] * (not through or asked != "through")
-            if through:
-                ways.append(tuple(["through" if u in through else home for u, home in enumerate(homes)]))
-            for way in ways:
-                for some, there in zip(several, placed):
-                    if "through" not in way:
-                        found.append((there, some))
-                    # Beside a disk the drive is what a step waits for, and states there are not in memory.
-                    elif self.through_rate and set(DISKS).isdisjoint(there):
-                        found.append((way, some))
-        return found
+    def rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """Homes, [choices, units] as Tally takes many, and whether for several micro-batches or for one; in the order
+        in which equals are preferred."""
+        w, m, units, asked, files = self.wishes, self.seen, self.shape.units, self.wishes.homes, self.tally.files
+        base, several = self._coded(self._homes()), sorted({k > 1 for k in self.micro_counts})
+        lack = np.stack([self._host(base, 1 + some) - m.host_bytes for some in several], 1)
+        # Updates go through the device where that is faster. Of several GPUs nothing of it was measured.
+        faster = not asked and w.grads == "ram" and self.through_rate > 0 and w.fleet.alone
+        fixed = w.nvme is None or asked == "through" or isinstance(asked, dict)
+        homes, some = _core.search_homes(SimpleNamespace(
+            n_base=len(base), base=base.tobytes(), lack=array("q", lack.ravel().tolist()), several=array("q", several),
+            order=array("q", self.first), through=2 if asked == "through" else int(faster),
+            to_disk=HOMES.index(asked if asked in DISKS else "ram"), room=-1 if fixed else w.nvme,
+            memory=MEMORY_BYTES * w.fleet.gpus, feed=FEED_BYTES * w.fleet.gpus, keeps=w.grads == "ram",
+            apart=w.fleet.machines > 1, both=m.both_gbps * 1e9, through_rate=self.through_rate,
+            host_rate=self.host_rate, states=array("q", self.tally.states),
+            padding=array("q", [between for _, between in files["disk"]]),
+            files=array("q", [sum(n) for home in DISKS for n in files[home]]),
+            **{name: array("q", [getattr(u, name) for u in units]) for name in ("trained", "weights")}))
+        return np.frombuffer(homes, np.uint8).reshape(-1, len(units)), np.frombuffer(some, np.uint8).astype(np.int64)
+
+    def _homes_of(self, row: int) -> tuple[str, ...]:
+        return tuple(HOMES[code] for code in self.rows[0][row])
 
     def _coded(self, homes: Iterable[Sequence[str]]) -> np.ndarray:
         """[choices, units], as Tally takes many."""
@@ -244,77 +246,6 @@ class Problem:
                             homes[u] = "arrive"
                             yield tuple(homes)
 
-    def _through(self, homes: Sequence[str]) -> frozenset[int]:
-        """Units in RAM whose updates are over sooner through the device than behind the others on the host. None where
-        some are on disk: then the drive is what a step waits for; nor, unless they are asked for, with several GPUs,
-        where nothing of it was measured."""
-        units, asked = self.shape.units, self.wishes
-        away = [u for u in self.first if homes[u] == "ram" and units[u].trained]
-        if asked.homes == "through":
-            return frozenset(away)
-        if asked.homes or asked.grads == "none" or not self.through_rate or not asked.fleet.alone:
-            return frozenset()
-        # States that arrive take the same way, and come first.
-        device_s = 2 * self.tally.visiting(homes) / (self.seen.both_gbps * 1e9)
-        host_s, found = 0.0, []
-        for u in away:
-            there, here = device_s + units[u].trained / self.through_rate, host_s + units[u].trained / self.host_rate
-            if there < here:
-                device_s = there
-                found.append(u)
-            else:
-                host_s = here
-        return frozenset(found)
-
-    def _with_disk(self, homes: tuple[str, ...], over: int) -> tuple[str, ...]:
-        """These, with as many units' states, then weights, on disk as host memory cannot hold. over: bytes that it
-        lacks."""
-        w, fleet = self.wishes, self.wishes.fleet
-        if w.nvme is None or w.homes == "through" or isinstance(w.homes, dict):
-            return homes
-        forced, room, states, filed = w.homes in DISKS, w.nvme, [], []
-        over = 1 if forced else over        # of what is asked to be on disk, anything
-        if over <= 0:
-            return homes
-        memory, order, files = MEMORY_BYTES * fleet.gpus, self._last_used(homes), self.tally.files
-        for u in order:
-            planes, padding = files["disk"][u]
-            # Buffers of the disk take host memory as soon as one unit is there.
-            if over + memory * bool(states) <= 0 or planes + padding > room:
-                break
-            if planes:
-                states.append(u)
-                room -= planes + padding
-                over -= planes * (not forced)
-        enough = not forced and over + memory * bool(states) <= 0
-        if not (w.homes == "disk" or enough) and fleet.machines == 1:
-            over += 0 if forced else (MEMORY_BYTES + FEED_BYTES) * fleet.gpus
-            for u in order:
-                unit = self.shape.units[u]
-                more = sum(files["disk+weights"][u]) - (sum(files["disk"][u]) if u in states else 0)
-                if over <= 0 or more > room or (u not in states and unit.trained):
-                    break
-                filed.append(u)
-                room -= more
-                over -= unit.weights * (not forced)
-        found = list(homes)
-        for u in states:
-            found[u] = "disk"
-        for u in filed:
-            found[u] = "disk+weights"
-        return tuple(found)
-
-    def _last_used(self, homes: Sequence[str]) -> list[int]:
-        """Units in RAM, those that are used last first: their updates have most time before the next forward needs
-        them. Where updates follow gradients that are kept nowhere, any first few are spread over the model (van der
-        Corput's sequence): the drive has the time between them, and a backward waits for each."""
-        order = [u for u in reversed(self.first) if homes[u] == "ram"]
-        if self.wishes.grads == "ram":
-            return order
-        bits = len(order).bit_length()
-        spread = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits))
-        return [order[at] for at in spread if at < len(order)]
-
     @functools.cached_property
     def rings(self) -> list[int]:
         """Slots of a size that may be chosen, fewest first."""
@@ -332,7 +263,7 @@ class Problem:
         if found is None:
             return None
         row, ring, micro, modes, walked = found
-        return Choice(self.micro_counts[micro], self.rows[row][0], self.rings[ring],
+        return Choice(self.micro_counts[micro], self._homes_of(row), self.rings[ring],
                       tuple(MODES[i] for i in modes)), Timing.of(walked, not self.wishes.fleet.alone)
 
     def time(self, choice: Choice, than: float = math.inf) -> Timing | None:
@@ -355,7 +286,7 @@ class Problem:
         windows = len(self.shape.windows)
         modes = self.arrays.modes[self.arrays.tracks[micro] * windows:][:windows]       # of the first track
         return (array("q", spilled), *(n if n >= 0 else None for n in (vram, host)),
-                Choice(self.micro_counts[micro], self.rows[row][0], self.rings[ring], tuple(MODES[i] for i in modes)))
+                Choice(self.micro_counts[micro], self._homes_of(row), self.rings[ring], tuple(MODES[i] for i in modes)))
 
     def _memory_s(self, codes: np.ndarray, micro: int) -> np.ndarray:
         updated = (self._of_units("trained") * ~np.isin(codes, coded(SETTLED))).sum(-1)
@@ -366,8 +297,7 @@ class Problem:
     @functools.cached_property
     def arrays(self) -> SimpleNamespace:
         """The fields of mt_search, by their names in csrc/walk/search.h."""
-        counts, codes = self.micro_counts, self._coded(homes for homes, _ in self.rows)
-        several = np.array([some for _, some in self.rows], dtype=np.int64)
+        counts, (codes, several) = self.micro_counts, self.rows
         planes = (codes == HOMES.index("through")).any(-1) * THROUGH_BYTES + self.machine.vram_overhead_bytes \
             + self.exchange.buffers + sum(self.tally.at_home(codes, 1 + several).values())
         room = np.full(len(codes), self.wishes.nvme or 0) - sum(self.tally.disk(codes).values())
