@@ -1,4 +1,4 @@
-/* homes.c — where units may be at home, before anything is timed: search.h says what homes are. */
+/* homes.c — where units may be at home, before anything is timed: homes as search.h has them. */
 #include "search.h"
 
 #include <string.h>
@@ -73,8 +73,8 @@ static void to_disk(const mt_placing *in, const uint8_t *homes, int64_t over, ui
     }
 }
 
-/* Units in RAM whose updates are over sooner through the device than behind the others on the host
- * go that way. Returns how many. */
+/* Units in RAM whose updates are over sooner through the device than behind the others on the
+ * host go that way. Returns how many. */
 static int64_t to_device(const mt_placing *in, const uint8_t *homes, uint8_t *out)
 {
     double  device_s, host_s = 0.0;
@@ -83,7 +83,7 @@ static int64_t to_device(const mt_placing *in, const uint8_t *homes, uint8_t *ou
     memcpy(out, homes, (size_t)in->n_units);
     for (int64_t u = 0; u < in->n_units; u++)
         visiting += homes[u] == MT_HOME_ARRIVE ? in->states[u] : 0;
-    device_s = (double)(2 * visiting) / in->both;       /* these take the same way, and come first */
+    device_s = (double)(2 * visiting) / in->both;   /* they take the same way, and come first */
     for (int64_t i = 0; i < in->n_order && in->through != MT_THROUGH_NONE; i++) {
         int64_t u = in->order[i];
         double  there, here;
@@ -114,7 +114,8 @@ int64_t mt_search_homes(const mt_placing *in, uint8_t *homes, uint8_t *several, 
         int64_t        n = to_device(in, base, by_device);
 
         for (int64_t i = 0; i < in->n_several; i++)
-            to_disk(in, base, in->lack[at * in->n_several + i], placed + (size_t)i * units, scratch);
+            to_disk(in, base, in->lack[at * in->n_several + i], placed + (size_t)i * units,
+                    scratch);
         for (int way = in->through == MT_THROUGH_ALL && n > 0; way < (n > 0 ? 2 : 1); way++) {
             const uint8_t *own = way == 1 ? by_device : base;
             int            through = memchr(own, MT_HOME_THROUGH, units) != NULL;

@@ -114,7 +114,7 @@ typedef struct mt_placing {
     int64_t room;                /* bytes of the file; -1: there is none */
     int64_t memory, feed;        /* bytes of host memory of a disk's buffers; of one with weights */
     int64_t keeps, apart;        /* gradients are kept; 1: several machines, no weights in files */
-    double  both, through_rate, host_rate;       /* bytes/s; parameters/s, 0: there is no such way */
+    double  both, through_rate, host_rate;   /* bytes/s; parameters/s, 0: there is no such way */
 } mt_placing;
 
 /* Rows, in the order in which equals are preferred. homes: [4 * n_base][n_units]; several:

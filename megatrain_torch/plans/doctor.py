@@ -313,17 +313,8 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
         rates |= {f"disk_{way}_gbps": found[way] / 1e9 for way in ("read", "write", "both")}
     versions = {"torch": torch.__version__, "cuda": str(torch.version.cuda), "megatrain_torch": _core.__version__}
     return Machine(torch.cuda.get_device_name(device) if cuda else "cpu", device.type, vram // 2 if one else vram,
-                   taken, host // 2 if one else host, rss, **_rounded(rates), source=MEASURED, one_memory=one,
+                   taken, host // 2 if one else host, rss, **rates, source=MEASURED, one_memory=one,
                    versions=versions)
-
-
-def _rounded(value: Any) -> Any:
-    """Floats, also inside dicts and tuples, to four digits."""
-    if isinstance(value, dict):
-        return {k: _rounded(v) for k, v in value.items()}
-    if isinstance(value, tuple):
-        return tuple(map(_rounded, value))
-    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def report(machine: Machine) -> str:
