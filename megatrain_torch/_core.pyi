@@ -364,9 +364,17 @@ def search_memory(search: Any, micro: int, modes: bytes, /) -> tuple[int, ...]:
 def search_needs(search: Any, /) -> tuple[bytes, int, int, int, int, int]:
     """Fewest bytes in a file by row and micro, -1: fits with none; least vram, least host; the row and micro that lack
     the fewest bytes."""
+def search_homes(placing: Any, /) -> tuple[bytes, bytes]:
+    """Of an object with mt_placing's fields (csrc/walk/search.h): homes by row, and 1 for rows of several
+    micro-batches."""
+def search_tracks(search: Any, micro: int, asked: int, files: bool, is_long: bool, /) -> tuple[bytes, bytes]:
+    """Modes and flags of all tracks, by window."""
 def search_track(search: Any, micro: int, track: int, /) -> tuple[int, int, float, bytes, bytes]:
     """Bytes away and in a file, least seconds, levels (mt_level) and their modes."""
 def search_bound(search: Any, row: int, ring: int, micro: int, track: int, level: int, /) -> float: ...
+def gaps(slices: Any, begin: int, end: int, /) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Nanoseconds by lane, of int64s as mt_slice has them (csrc/walk/gaps.h): busy; and compute's idle, the host's own
+    last."""
 def plan_slots(sizes: list[int], ring: int, /) -> list[int]:
     """Bytes of each slot, largest first, for units of these sizes."""
 def register_ops() -> None:

@@ -86,4 +86,5 @@ def track_of(p: Problem, micro: int, track: int) -> Track:
 
 
 def tracks_of(p: Problem, micro: int) -> list[Track]:
-    return [track_of(p, micro, track) for track in range(len(p.tracks(micro)))]
+    begin = p.micro_counts.index(micro)
+    return [track_of(p, micro, track) for track in range(p.arrays.tracks[begin + 1] - p.arrays.tracks[begin])]

@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 import megatrain_torch as mt
 from megatrain_torch.base.limits import parse_bytes, show_size
 from megatrain_torch.plans import changes, doctor
-from megatrain_torch.plans.machine import MACHINES, RATES, described_gpu
+from megatrain_torch.plans.machine import MACHINES, described_gpu
 
 TIGHT = {"vram": "2GiB", "host": "3GiB"}        # of small(12): 222 M parameters, 3.1 GB with their states
 
@@ -65,16 +65,16 @@ def test_changes_that_fit_only_together_are_found() -> None:
 
 def test_a_way_is_told_once() -> None:
     """Gradients that are kept nowhere take the number of micro-batches with them, which is a change by itself too."""
-    ways = [way.changes for way in refused(small(12), **TIGHT, micro=2).ways]
-    assert {"states": "8bit", "grads": "none", "micro": None} in ways
+    ways = [way.changes for way in refused(small(12), host="1700MiB", vram="2GiB", micro=2).ways]
+    assert {"states": "8bit-sr", "grads": "none", "micro": None} in ways
     assert all(ways.count(way) == 1 for way in ways)
 
 
-def test_a_harsher_change_is_told_only_where_it_pays() -> None:
-    """8 bits with a master fit and are as fast: that 8 bits without one fit too helps nobody."""
+def test_a_harsher_change_is_told_only_where_no_milder_one_fits() -> None:
+    """8 bits with a master fit: that 8 bits without one fit too helps nobody."""
     ways = [way.changes for way in tight().ways]
     assert {"states": "8bit"} in ways and {"states": "8bit-sr"} not in ways
-    assert {"states": "8bit", "grads": "none"} in ways, "a fifth faster"
+    assert not [way for way in ways if len(way) > 1]
 
 
 def test_fewer_micro_batches_are_told_where_more_do_not_fit() -> None:
@@ -85,15 +85,10 @@ def test_fewer_micro_batches_are_told_where_more_do_not_fit() -> None:
                    nvme={"limit": "1GiB"}).micro == 1
 
 
-def test_fewer_tokens_are_tried_where_a_step_is_one_micro_batch() -> None:
-    why = refused(small(12), tokens=65536, **TIGHT, grads="none")
-    fewer = [way.changes["tokens"] for way in why.ways if "tokens" in way.changes]
-    assert fewer and all(n % 1024 == 0 and n < 65536 for n in fewer)
-
-
 def test_of_one_sequence_that_is_too_long_a_shorter_one_is_named() -> None:
     why = refused(small(2), tokens=1 << 20, seq=1 << 20, vram="4GiB", host="3GiB")
-    assert why.ways and all(way.changes["seq"] == way.changes["tokens"] < 1 << 20 for way in why.ways)
+    assert 1 < why.changes["seq"] < 1 << 20 and f"seq={why.changes['seq']}, tokens=" in str(why)
+    assert mt.plan(small(2), tokens=why.changes["seq"], seq=why.changes["seq"], machine=FLAT, vram="4GiB", host="3GiB")
 
 
 def test_where_nothing_fits_it_is_said() -> None:
@@ -180,7 +175,7 @@ def test_plans_and_refusals_as_json(command: Callable, model: Path) -> None:
     assert (status, err) == (0, "") and found["fits"]
     assert found["tokens_per_second"] == pytest.approx(8192 / found["seconds"])
     assert found["vram_bytes"] == sum(found["vram"].values())
-    assert found["machine"]["origins"]["gemm"] == "published"
+    assert found["machine"]["source"] == "from data sheets, not measured"
     status, out, err = command(*asked, "--host", "4GiB", "--vram", "2GiB")
     found = json.loads(out, parse_constant=pytest.fail)
     assert status == 1 and not found["fits"] and err == f"megatrain: {found['why']}\n"
@@ -225,16 +220,15 @@ def test_a_cpu_that_was_measured_is_no_gpu(command: Callable, model: Path, monke
         assert mt.plan(small(1), tokens=64, seq=64, machine=machine).machine.name == "here"
 
 
-def test_the_cards_that_people_have_are_listed_with_where_their_rates_come_from(command: Callable) -> None:
+def test_the_cards_that_people_have_are_listed(command: Callable) -> None:
     status, out, _ = command("plan", "--list-machines")
     named = ["rtx3060", "rtx3090", "rtx4080", "rtx4090", "rtx5090", "a10", "a6000", "l4", "l40s", "t4", "v100", "a100-40g",
              "a100-80g", "h100", "h200", "b200", "gb10", "gh200", "rtx6000-ada", "rtx-pro-6000"]
-    assert status == 0 and all(re.search(rf"^{name}\b.*[mpa]$", out, re.M) for name in named)
+    assert status == 0 and all(re.search(rf"^{name}\b.* G/s$", out, re.M) for name in named)
     assert [mt.Machine.parse(name).name.startswith(name) for name in named] == [True] * len(named)
-    found = {m["name"]: m["origins"] for m in json.loads(command("plan", "--list-machines", "--json")[1])}
-    assert set(found) == set(MACHINES) and all(set(o) == set(RATES) for o in found.values())
-    assert found["h200-128g"]["gemm"] == "measured" and found["l40s"]["gemm"] == "published"
-    assert found["l40s"]["adam_gparams"] == "assumed"
+    found = {m["name"]: m["source"] for m in json.loads(command("plan", "--list-machines", "--json")[1])}
+    assert set(found) == set(MACHINES)
+    assert found["h200-128g"] == "measured in part" and found["l40s"] == "from data sheets, not measured"
 
 
 @pytest.mark.parametrize("name, card", [
@@ -259,11 +253,8 @@ def test_a_described_cards_host_has_what_is_said() -> None:
 
 
 def test_doctor_marks_what_it_did_not_measure() -> None:
-    measured = dataclasses.replace(FLAT, source="measured by megatrain doctor",
-                                   origins=(("add_gparams", "assumed"), ("disk_read_gbps", "published")))
-    lines = {line.split("  ")[0]: line for line in doctor.report(measured).splitlines() if "  " in line}
-    assert lines["matrix products, best"].endswith(" measured")
-    assert "not measured: a Samsung PM9A3 of 1.92 TB's data sheet" in lines["disk: read, write; together"]
-    assert "not measured" in lines["with moments of 8 bits"] and "not measured" in lines["a micro-batch's gradients added"]
-    drive = dataclasses.replace(measured, disk_read_gbps=2.0, origins=())
-    assert re.search(r"^disk: read.* measured$", doctor.report(drive), re.M)
+    lines = {line.split("  ")[0]: line for line in doctor.report(FLAT).splitlines() if "  " in line}
+    assert "not measured, a Samsung PM9A3 of 1.92 TB's data sheet" in lines["disk: read, write; together"]
+    assert "from AdamW's rate" in lines["with moments of 8 bits"] and "not measured" in lines["between GPUs"]
+    drive = dataclasses.replace(FLAT, disk_read_gbps=2.0)
+    assert re.search(r"^disk: read.* GB/s$", doctor.report(drive), re.M)

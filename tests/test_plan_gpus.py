@@ -325,7 +325,6 @@ def test_doctor_measures_what_processes_have_of_each_other(command: Callable, mo
     assert status == 0 and "links between 2 processes" in err and f"{kept.whole_gbps:.4g}" in out
     assert min(kept.whole_gbps, kept.host_gbps, kept.exchange_gbps, kept.lost_gbps, kept.shared_gparams) > 0
     assert kept.communicator_bytes == 0, "the CPU device has no NCCL"
-    assert kept.origin("exchange_gbps") == "measured" and kept.origin("network_gbps") == "assumed"
     assert mt.Machine.parse(f"{tmp_path}/kept/machine.json,network_gbps=100").network_gbps == 100
     assert mt.plan(small(1), tokens=256, seq=64, machine="cpu", gpus=2).machine.exchange_gbps == kept.exchange_gbps
 

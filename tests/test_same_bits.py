@@ -252,8 +252,8 @@ class Pair:
 @pytest.mark.parametrize("change, said", [
     (lambda note: note["versions"].update(torch="2.0"), "torch 2.0 there and "),
     (lambda note: note["versions"].update(threads="77"), "threads 77 there and "),
-    (lambda note: note.update(compute="eager"), "compute 'eager' there and 'fused' here"),
-    (lambda note: note.update(repeating=True), "use_deterministic_algorithms is on there and off here"),
+    (lambda note: note.update(compute="eager"), "compute eager there and fused here"),
+    (lambda note: note.update(repeating=True), "use_deterministic_algorithms True there and False here"),
     (lambda note: note["kept"].update(dict.fromkeys(note["kept"], "replay+host")), "layers keep other activations"),
     (lambda note: note.update(tokens=8, kept=dict.fromkeys(note["kept"], "replay")), ""),    # a tile: nothing is summed
     (lambda note: note.clear(), ""),

@@ -3,6 +3,7 @@
  *
  * A schedule is bytes, three int32 for each of its steps: kind, unit, slot. Nothing is kept. */
 #include "bind.h"
+#include "../walk/gaps.h"
 #include "../walk/search.h"
 #include <stddef.h>
 #include <stdlib.h>
@@ -113,6 +114,17 @@ static const field of_search[] = {
     SEARCH(keeps, 'q', ""), SEARCH(early, 'q', ""), SEARCH(padding, 'q', ""),
     SEARCH(most_vram, 'q', ""), SEARCH(most_host, 'q', ""), SEARCH(gpus, 'q', ""),
     SEARCH(cache, 'd', ""), SEARCH(byte_s, 'd', ""), SEARCH(worth, 'd', ""),
+};
+
+#define PLACING(name, kind, dims) { #name, kind, dims, offsetof(mt_placing, name) }
+static const field of_placing[] = {
+    PLACING(n_base, 'n', "b"), PLACING(order, 'q', "o"), PLACING(several, 'q', "v"),
+    PLACING(trained, 'q', "u"), PLACING(states, 'q', "u"), PLACING(weights, 'q', "u"),
+    PLACING(padding, 'q', "u"), PLACING(files, 'q', "f"), PLACING(base, 'b', "bu"),
+    PLACING(lack, 'q', "bv"), PLACING(through, 'q', ""), PLACING(to_disk, 'q', ""),
+    PLACING(room, 'q', ""), PLACING(memory, 'q', ""), PLACING(feed, 'q', ""),
+    PLACING(keeps, 'q', ""), PLACING(apart, 'q', ""), PLACING(both, 'd', ""),
+    PLACING(through_rate, 'd', ""), PLACING(host_rate, 'd', ""),
 };
 #define COUNT(table) ((int)(sizeof(table) / sizeof *(table)))
 
@@ -444,6 +456,26 @@ static PyObject *bound_of(mt_state *s, const mt_search *in, PyObject *args)
     return st != MT_OK ? mt_raise(s->error, st) : PyFloat_FromDouble(seconds);
 }
 
+static PyObject *tracks_of(mt_state *s, const mt_search *in, PyObject *args)
+{
+    size_t    windows = (size_t)in->step.n_windows;
+    uint8_t  *modes MT_FREED = malloc(MT_TRACKS_MOST * (windows + 1));
+    uint8_t  *flags MT_FREED = malloc(MT_TRACKS_MOST * (windows + 1));
+    int64_t  *scratch MT_FREED = malloc((2 * windows + 1) * sizeof *scratch), n;
+    PyObject *o;
+    long long asked;
+    int       micro, files, is_long;
+
+    (void)s;
+    if (modes == NULL || flags == NULL || scratch == NULL)
+        return PyErr_NoMemory();
+    if (!PyArg_ParseTuple(args, "OiLpp:search_tracks", &o, &micro, &asked, &files, &is_long))
+        return NULL;
+    n = mt_search_tracks(in, micro, asked, files, is_long, modes, flags, scratch);
+    return Py_BuildValue("(y#y#)", modes, SIZE(n * in->step.n_windows, *modes), flags,
+                         SIZE(n * in->step.n_windows, *flags));
+}
+
 #define ASK(what) \
     static PyObject *py_##what(PyObject *module, PyObject *args) { return ask(module, args, what); }
 ASK(best_of)
@@ -451,7 +483,58 @@ ASK(time_of)
 ASK(memory_of)
 ASK(needs_of)
 ASK(track_of)
+ASK(tracks_of)
 ASK(bound_of)
+
+static PyObject *py_homes(PyObject *module, PyObject *placing)
+{
+    VIEWS(v);
+    mt_placing in = { 0 };
+    uint8_t   *homes MT_FREED = NULL, *several MT_FREED = NULL;
+    int64_t   *scratch MT_FREED = NULL, n;
+    size_t     most;
+
+    (void)module;
+    views_begin(&v);
+    if (fields_in(&v, placing, of_placing, COUNT(of_placing), &in) < 0)
+        return NULL;
+    in.n_units = v.length['u'], in.n_order = v.length['o'], in.n_several = v.length['v'];
+    if (!has_length("files", v.length['f'], 2 * in.n_units))
+        return NULL;
+    most = 4 * (size_t)in.n_base;
+    homes = malloc(most * (size_t)in.n_units + 1);
+    several = malloc(most + 1);
+    scratch = malloc((size_t)(2 * in.n_order + in.n_units + 1) * sizeof *scratch);
+    if (homes == NULL || several == NULL || scratch == NULL)
+        return PyErr_NoMemory();
+    n = mt_search_homes(&in, homes, several, scratch);
+    return Py_BuildValue("(y#y#)", homes, SIZE(n * in.n_units, *homes), several,
+                         SIZE(n, *several));
+}
+
+static PyObject *ints_out(const int64_t *row, Py_ssize_t n)
+{
+    PyObject *tuple = PyTuple_New(n);
+
+    for (Py_ssize_t i = 0; tuple != NULL && i < n; i++)
+        if (PyTuple_SetItem(tuple, i, PyLong_FromLongLong(row[i])) < 0)
+            Py_CLEAR(tuple);
+    return tuple;
+}
+
+static PyObject *py_gaps(PyObject *module, PyObject *args)
+{
+    Py_buffer slices;
+    long long begin, end;
+    int64_t   busy[MT_LANE_COUNT], idle[MT_LANE_COUNT + 1];
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "y*LL:gaps", &slices, &begin, &end))
+        return NULL;
+    mt_gaps(slices.buf, slices.len / (Py_ssize_t)sizeof(mt_slice), begin, end, busy, idle);
+    PyBuffer_Release(&slices);
+    return Py_BuildValue("(NN)", ints_out(busy, MT_LANE_COUNT), ints_out(idle, MT_LANE_COUNT + 1));
+}
 
 static PyObject *py_plan_slots(PyObject *module, PyObject *args)
 {
@@ -496,12 +579,21 @@ PyMethodDef mt_walk_methods[] = {
     { "search_needs", py_needs_of, METH_VARARGS,
       "search_needs(search, /)\n--\n\n"
       "(spilled by row and micro, least vram, least host, row, ring and micro that lack least)." },
+    { "search_homes", py_homes, METH_O,
+      "search_homes(placing, /)\n--\n\n"
+      "(homes by row, whether of several micro-batches) that may be chosen." },
+    { "search_tracks", py_tracks_of, METH_VARARGS,
+      "search_tracks(search, micro, asked, files, is_long, /)\n--\n\n"
+      "(modes, flags) of all tracks." },
     { "search_track", py_track_of, METH_VARARGS,
       "search_track(search, micro, track, /)\n--\n\n"
       "(away, spilled, least seconds, levels, modes by level) of one track." },
     { "search_bound", py_bound_of, METH_VARARGS,
       "search_bound(search, row, ring, micro, track, level, /)\n--\n\n"
       "Seconds that a choice's step cannot undercut." },
+    { "gaps", py_gaps, METH_VARARGS,
+      "gaps(slices, begin, end, /)\n--\n\n"
+      "(busy by lane, idle by what compute waited for) of a measured step, in ns." },
     { "plan_slots", py_plan_slots, METH_VARARGS,
       "plan_slots(sizes, ring, /)\n--\n\nBytes of the slots for units of these sizes." },
     { NULL, NULL, 0, NULL },

@@ -33,7 +33,7 @@ enum { MT_HOME_RAM, MT_HOME_VRAM, MT_HOME_ARRIVE, MT_HOME_THROUGH, MT_HOME_DISK,
 
 /* What a window keeps, least first; LINKED: in place of its input what the layer before makes.
  * Modes behind it keep the same elsewhere. */
-enum { MT_KEEP_REPLAY, MT_KEEP_SAVED = 3, MT_KEEP_LINKED };
+enum { MT_KEEP_REPLAY, MT_KEEP_ATTENTION, MT_KEEP_SAVED = 3, MT_KEEP_LINKED };
 
 enum { MT_TRACK_FIXED = 1, MT_TRACK_PAIR = 2 };   /* bits of `flags` */
 
@@ -94,6 +94,40 @@ typedef struct mt_search {
 typedef struct mt_choice {
     int row, ring, micro, track, level;  /* places in the arrays; track: of its micro's */
 } mt_choice;
+
+enum { MT_THROUGH_NONE, MT_THROUGH_FASTER, MT_THROUGH_ALL };
+
+/* What rows are made of: homes with all that host memory lacks still in it. */
+typedef struct mt_placing {
+    int64_t n_units, n_order, n_base, n_several;
+    const int64_t *order;        /* [n_order] units by first use */
+    const int64_t *trained;      /* [n_units] parameters */
+    const int64_t *states, *weights;     /* bytes: that arrive; of weights */
+    const int64_t *files;        /* [2][n_units] bytes in a file, with at most so many between
+                                  * them: of one whose states are there; weights too */
+    const int64_t *padding;      /* [n_units] of the first, between them */
+    const uint8_t *base;         /* [n_base][n_units] */
+    const int64_t *several;      /* [n_several] 1: of more than one micro-batch */
+    const int64_t *lack;         /* [n_base][n_several] bytes that host memory lacks */
+    int64_t through, to_disk;    /* who goes through the device; a home on disk that is asked for,
+                                  * or MT_HOME_RAM */
+    int64_t room;                /* bytes of the file; -1: there is none */
+    int64_t memory, feed;        /* bytes of host memory of a disk's buffers; of one with weights */
+    int64_t keeps, apart;        /* gradients are kept; 1: several machines, no weights in files */
+    double  both, through_rate, host_rate;   /* bytes/s; parameters/s, 0: there is no such way */
+} mt_placing;
+
+/* Rows, in the order in which equals are preferred. homes: [4 * n_base][n_units]; several:
+ * [4 * n_base]; scratch: [2 * n_order + n_units]. Returns how many. */
+int64_t mt_search_homes(const mt_placing *in, uint8_t *homes, uint8_t *several, int64_t *scratch);
+
+/* Tracks of micro[m]: with nothing away, then with first layers, in growing number. asked: a mode
+ * for all windows that have it, -1: there are all tracks. files: some may keep what they keep in
+ * one; is_long: attention is most of a layer. Reads no tracks. modes, flags: [MT_TRACKS_MOST]
+ * [n_windows]; scratch: [2][n_windows]. Returns how many. */
+enum { MT_TRACKS_MOST = 1024 };
+int64_t mt_search_tracks(const mt_search *in, int64_t m, int64_t asked, int files, int is_long,
+                         uint8_t *modes, uint8_t *flags, int64_t *scratch);
 
 /* Choices whose time is below `than`; at most so many are walked. *any: 0, there is none. modes:
  * [n_windows] of the best. */

@@ -192,16 +192,12 @@ def _carry_others(old: Path, new: Path) -> None:
         own = {*files, NAME} if isinstance(files, dict) else {NAME}
     except MegatrainError:                   # it cannot be read: those that go by the names of such
         own = {p.name for p in old.iterdir() if TENSORS.fullmatch(p.name)}
-    for path in old.iterdir():
-        if path.name in own or os.path.lexists(new / path.name):
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.copytree(path, new / path.name, symlinks=True)
-        else:
-            shutil.copy2(path, new / path.name, follow_symlinks=False)
-        for copy in (new / path.name, *(new / path.name).rglob("*")):
-            if not copy.is_symlink():        # a link has nothing of its own, and may lead nowhere
-                sync(copy)
+    there = own | {p.name for p in new.iterdir()}
+    shutil.copytree(old, new, symlinks=True, dirs_exist_ok=True,
+                    ignore=lambda folder, names: there & {*names} if Path(folder) == old else ())
+    for copy in new.rglob("*"):
+        if not copy.is_symlink():            # a link has nothing of its own, and may lead nowhere
+            sync(copy)
 
 
 def _exchange(one: Path, other: Path) -> bool:

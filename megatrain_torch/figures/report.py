@@ -1,17 +1,16 @@
-"""What plans, traces and reports show people: tables as text and pictures of bars; slices of work on lanes, as a
-picture and as a Chrome trace (Perfetto, chrome://tracing); and what each resource did in a step, and which bound it."""
+"""What plans, traces and reports show people: tables as text; slices of work on lanes, as a Chrome trace (Perfetto,
+chrome://tracing); and what each resource did in a step, and which bound it."""
 from __future__ import annotations
 
 import bisect
-import contextlib
 import html
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
 
-from ..base.errors import MegatrainError
+from .. import _core
 from ..base.limits import show_bytes
 
 Table = tuple[str, list[tuple[str, ...]]]   # a title, "" without; rows, the first of which is the head
@@ -44,51 +43,6 @@ class Shown:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
-# ---- kinds of memory -----------------------------------------------------------------------------
-
-_LEAST_SHARE = 0.06                          # of a bar: narrower pieces have no words in them
-
-
-def draw_tiers(path: str | Path, title: str, tiers: list[Tier]) -> None:
-    """A bar for each kind of memory, with what lies there as shares of it. path: .png, .svg or .pdf."""
-    names = [f"{name}\n{show_bytes(most)}" for name, _, most in tiers]
-    with drawing(path, title, names, (10.0, 1.1 * len(tiers) + 1.2), 150) as (figure, axes):
-        from matplotlib import colormaps
-
-        axes.set_prop_cycle(color=colormaps["tab20"].colors)
-        left = [0.0] * len(tiers)
-        for what in dict.fromkeys(what for _, parts, _ in tiers for what, n in parts.items() if n):
-            shares = [parts.get(what, 0) / most for _, parts, most in tiers]
-            bars = axes.barh(range(len(tiers)), shares, left=left, height=0.7, edgecolor="white", label=what)
-            words = [show_bytes(parts[what]) if share > _LEAST_SHARE else ""
-                     for share, (_, parts, _) in zip(shares, tiers)]
-            axes.bar_label(bars, words, label_type="center", fontsize="x-small")
-            left = [sum(pair) for pair in zip(left, shares)]
-        axes.barh(range(len(tiers)), 1, height=0.7, facecolor="none", edgecolor="black", linewidth=0.8)
-        axes.set_xlim(0, 1)
-        axes.xaxis.set_major_formatter("{x:.0%}")
-        figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize="small")
-
-
-@contextlib.contextmanager
-def drawing(path: str | Path | BinaryIO, title: str, rows: list[str], inches: tuple[float, float], dpi: int
-             ) -> Iterator[tuple[Any, Any]]:
-    """(figure, axes) with a named row for each bar, the first at the top; written at the end."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MegatrainError("a picture needs matplotlib: pip install matplotlib") from None
-    figure = Figure(figsize=inches, dpi=dpi, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    yield figure, axes
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_yticks(range(len(rows)), rows)
-    axes.set_title(title, fontsize="medium", loc="left")
-    figure.savefig(path)
-
-
 # ---- lanes ----------------------------------------------------------------------------------------
 
 LANES = {"compute": "compute", "h2d": "H2D", "d2h": "D2H", "hand-over": "hand-over", "host sum": "host sum",
@@ -97,9 +51,6 @@ LANES = {"compute": "compute", "h2d": "H2D", "d2h": "D2H", "hand-over": "hand-ov
          "disk": "disk", "disk update": "disk update", "swap out": "activations out", "swap back": "activations back",
          "swap disk": "activations on disk"}
 WAITS = "hand-over"             # a lane without work, so that nothing says how busy it is
-COLOURS = {"forward": "#4878a8", "loss": "#8a6fb0", "replay": "#8fb3d1", "backward": "#2b4a6f", "fetch": "#4f9d69",
-           "offload": "#d08a3c", "add": "#b0a14f", "update": "#b5485d", "swap": "#5f9ea0",
-           "read": "#4f9d69", "write": "#d08a3c", "wait": "#dddddd"}
 
 
 class Slice(NamedTuple):
@@ -123,11 +74,6 @@ def by_lane(slices: Sequence[Slice]) -> dict[str, list[Slice]]:
     for s in sorted(slices, key=lambda s: (s.begin, s.end)):
         lanes.setdefault(s.lane, []).append(s)
     return {name: lanes[name] for name in LANES if name in lanes}
-
-
-def busy_seconds(slices: Sequence[Slice], begin: int, end: int) -> float:
-    """Time within [begin, end) that a lane worked. Its slices do not overlap; waits are no work."""
-    return sum(max(0, min(s.end, end) - max(s.begin, begin)) for s in slices if s.work != "wait") * 1e-9
 
 
 def between(slices: Sequence[Slice], begin: int, end: int) -> list[Slice]:
@@ -156,43 +102,9 @@ def chrome_trace(slices: Sequence[Slice], marks: Sequence[int]) -> dict[str, Any
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def draw_lanes(path: str | Path | BinaryIO, slices: Sequence[Slice], marks: Sequence[int], title: str = "") -> None:
-    """Lanes against time from the first mark to the last; how busy each was stands at its right. path: .png, .svg or
-    .pdf; or an open file, for PNG. marks: at least two: when each step shown began, and when the last ended;
-    nanoseconds. Raises MegatrainError without matplotlib."""
-    begin, end = marks[0], marks[-1]
-    lanes = {name: part for name, all_ in by_lane(slices).items() if (part := between(all_, begin, end))}
-    with drawing(path, title, [LANES[name] for name in lanes], (12.0, 4.0), 100) as (figure, axes):
-        from matplotlib.patches import Patch
-
-        beside = axes.get_yaxis_transform()
-        for row, part in enumerate(lanes.values()):
-            spans: dict[tuple[str, bool], list[tuple[float, float]]] = {}
-            odd, unit = False, None
-            for s in part:          # neighbours differ a little in shade, so that units can be told apart
-                odd, unit = odd ^ (s.unit != unit), s.unit
-                spans.setdefault((s.work, odd), []).append(((s.begin - begin) * 1e-6, (s.end - s.begin) * 1e-6))
-            for (work, odd), some in spans.items():
-                axes.broken_barh(some, (row - 0.38, 0.76), facecolor=COLOURS[work], alpha=0.78 if odd else 1.0,
-                                 linewidth=0)
-            share = busy_seconds(part, begin, end) / ((end - begin) * 1e-9)
-            axes.text(1.01, row, f"{share:.0%}", transform=beside, va="center")
-        axes.text(1.01, -0.5, "busy", transform=beside, va="bottom", fontsize="small")
-        for mark in marks:
-            axes.axvline((mark - begin) * 1e-6, color="black", linewidth=0.8, linestyle=":")
-        axes.set_xlim(0, (end - begin) * 1e-6)
-        axes.set_xlabel("ms")
-        shown = {s.work for part in lanes.values() for s in part}
-        patches = [Patch(color=colour, label=work) for work, colour in COLOURS.items() if work in shown]
-        figure.legend(handles=patches, loc="outside upper right", ncols=len(patches), frameon=False, fontsize="small")
-
-
 # ---- steps -----------------------------------------------------------------------------------------
 
 OWN = "host"                     # what compute waits for when it waits for no copy and no update: the host's own work
-_UPDATED = ("host update", "through", "disk update")     # lanes that updates of units on the host end on
-_JITTER_NS = 50_000               # times on two queues are compared to within this
-_BAR = 24                         # characters
 COUNTED = ("out_bytes", "back_bytes", "spill_written_bytes", "spill_read_bytes")   # of the engine's counters
 _CALLED = {"compute": "compute", "h2d": "copies to the device", "d2h": "copies to the host",
           "host sum": "the host's sums of gradients", "host update": "the host update",
@@ -272,8 +184,8 @@ class StepReport(Shown):
                     f"{_CALLED[longest]}"
         return text
 
-    def __str__(self) -> str:
-        lines = [self.why, *(as_text(table, right=(1, 2, 4)) for table in self._tables())]
+    def _head(self) -> str:
+        lines = [self.why]
         if self.idle:
             parts = ", ".join(f"{v:.3g} s for {_CALLED[k]}"
                               for k, v in sorted(self.idle.items(), key=lambda item: -item[1]))
@@ -286,145 +198,37 @@ class StepReport(Shown):
                      f"{self.await_seconds:.3g} s; host store {self.host_bytes / 1e9:.3g} GB")
         return "\n".join(lines)
 
-    def _head(self) -> str:
-        return self.why
-
     def _tables(self) -> list[Table]:
         """Every lane that did something: busy seconds, share of the step, GB moved."""
         moved = {"h2d": self.h2d_bytes, "d2h": self.d2h_bytes, "swap out": self.out_bytes, "swap back": self.back_bytes,
                  "disk": self.disk_read_bytes + self.disk_written_bytes,
                  "swap disk": self.spill_read_bytes + self.spill_written_bytes}
-        rows: list[tuple[str, ...]] = [("", "busy s", "", " " * _BAR, "GB")]
-        for lane, busy in self.busy.items():
-            if busy > 0:
-                share = busy / self.seconds if self.seconds > 0 else 0.0
-                rows.append((LANES[lane], f"{busy:.3g}", f"{share:.0%}", "█" * round(share * _BAR),
-                             f"{moved[lane] / 1e9:.3g}" if lane in moved else ""))
+        rows = [("lane", "busy s", "of the step", "GB"),
+                *((LANES[lane], f"{busy:.3g}", f"{busy / self.seconds:.0%}" if self.seconds > 0 else "",
+                   f"{moved[lane] / 1e9:.3g}" if lane in moved else "")
+                  for lane, busy in self.busy.items() if busy > 0)]
         return [("", rows)] if len(rows) > 1 else []
 
-
-# ---- from slices -------------------------------------------------------------------------------
 
 def measure(lanes: Mapping[str, Sequence[Slice]], begin: int, end: int, counted: Mapping[str, int], host_bytes: int
             ) -> StepReport:
     """The report of the step in [begin, end) ns. counted: growth of the engine's counters."""
-    first = next((s.begin for s in between(lanes.get("compute", ()), begin, end)), end)
-    done = {name: [s for s in between(lane, begin, end) if s.end < end] for name, lane in lanes.items()}
+    within = {name: between(lane, begin, end) for name, lane in lanes.items()}
+    first = next((s.begin for s in within.get("compute", ())), end)
+    done = {name: [s for s in lane if s.end < end] for name, lane in within.items()}
     moved = {name: sum(s.nbytes for s in lane) for name, lane in done.items()}
+    # What a wait was for may have begun before the step; a millisecond is more than times on two queues differ.
+    since, units = min([begin, *(s.begin for s in within.get(WAITS, ()))]), {"": -1}
+    rows = ((_core.LANES[name], _core.WORKS.get(s.work, -1), units.setdefault(s.unit, len(units)), s.begin, s.end)
+            for name in _core.LANES for s in between(lanes.get(name, ()), since, end + 1_000_000))
+    busy, idle = _core.gaps(array("q", chain.from_iterable(rows)), begin, end)
     return StepReport(
         seconds=(end - begin) * 1e-9, h2d_bytes=moved.get("h2d", 0), d2h_bytes=moved.get("d2h", 0),
         fetches=len(done.get("h2d", ())), demand_fetches=counted["demand_fetches"],
         await_seconds=counted["await_ns"] * 1e-9, host_bytes=host_bytes,
-        busy={name: busy_seconds(between(lane, begin, end), begin, end) for name, lane in lanes.items()
-              if name != WAITS},
-        idle=idle_seconds(lanes, begin, end),
+        busy={name: ns * 1e-9 for name, ns in zip(_core.LANES, busy) if name in lanes and name != WAITS},
+        idle={name: ns * 1e-9 for name, ns in zip((*_core.LANES, OWN), idle) if ns},
         between_steps=max(0, first - begin) * 1e-9, traced=True,
         disk_read_bytes=sum(s.nbytes for s in done.get("disk", ()) if s.work == "read"),
         disk_written_bytes=sum(s.nbytes for s in done.get("disk", ()) if s.work == "write"),
         **{k: counted.get(k, 0) for k in COUNTED})
-
-
-def idle_seconds(lanes: Mapping[str, Sequence[Slice]], begin: int, end: int) -> dict[str, float]:
-    """Seconds that compute stood still, by what it waited for.
-
-    A gap in front of a window ends when what the window needs is there: its unit's weights, what it kept, or room for
-    gradients and activations. Whichever came last is to blame for its own time, and the update that a fetch waited
-    for is for the time before. While the thread that launches windows waited for a buffer to hand gradients over in,
-    it is the update's that gave one back, or the sums'. What is left is the host's own, as is a gap at the step's end.
-    """
-    found: dict[str, float] = {}
-    gaps, at = _Gaps(lanes), begin
-    for s in [*between(lanes.get("compute", ()), begin, end), None]:
-        until = end if s is None else max(s.begin, begin)
-        for cause, ns in gaps.blame(at, until, s):
-            found[cause] = found.get(cause, 0.0) + ns * 1e-9
-        at = max(at, until if s is None else s.end)
-    return found
-
-
-_Parts = list[tuple[str, int]]        # of a gap: (cause, nanoseconds)
-
-
-class _Gaps:
-    """Says what a gap [a, b) between compute's windows went to, in nanoseconds."""
-
-    def __init__(self, lanes: Mapping[str, Sequence[Slice]]) -> None:
-        self.lanes = lanes
-
-    def blame(self, a: int, b: int, window: Slice | None) -> _Parts:
-        """A gap before a window (None: a step's end), which was launched after the last hand-over's wait in it."""
-        parts, at = [], a
-        for wait in self._in(WAITS, a, b):
-            if wait.end <= b + _JITTER_NS:
-                at = min(wait.end, b)
-                parts += self._before_launch(max(wait.begin, a), at, wait)
-        parts += self._before_window(at, b, window)
-        rest = b - a - sum(ns for _, ns in parts)
-        return [(cause, ns) for cause, ns in [*parts, (OWN, rest)] if ns > 0]
-
-    def _before_launch(self, a: int, b: int, wait: Slice) -> _Parts:
-        """A hand-over's wait goes to the update of the unit it names, or, where it names none, to the sums of earlier
-        gradients. For the host an update on the device is over when it is queued, behind those that the updater has
-        to make; its gradients wait for those on the device."""
-        lane = next((k for k in _UPDATED if self._over_in(k, wait.begin, wait.end, wait.unit)), "")
-        if lane:
-            parts = self._updates(lane, a, b)
-        else:
-            parts = self._shares(a, b, ("host update", "d2h", "device update") if wait.unit else ("host sum", "d2h"))
-        longest = max(parts, key=lambda part: part[1])[0]
-        return [*parts, (longest, b - a - sum(ns for _, ns in parts))]
-
-    def _before_window(self, a: int, b: int, window: Slice | None) -> _Parts:
-        """The part that is not the host's own, where it launched the window at a or later."""
-        if window is None:
-            return []
-        ended = {"h2d": self._over_in("h2d", a, b, window.unit),
-                 "device update": self._over_in("device update", a, b, window.unit),    # of a unit that lives there
-                 "d2h": self._over_in("d2h", a, b) if window.work == "backward" else None,
-                 "swap out": self._over_in("swap out", a, b) if window.work == "forward" else None,
-                 "swap back": self._over_in("swap back", a, b, window.unit),
-                 "swap disk": self._over_in("swap disk", a, b)}     # the computing thread waits for it, by window
-        over = [(lane, s) for lane, s in ended.items() if s is not None]
-        if not over:
-            return []
-        lane, last = max(over, key=lambda found: found[1].end)
-        if lane == "device update":
-            return self._updates(lane, a, min(last.end, b))
-        own = (lane, min(last.end, b) - max(a, last.begin))
-        return [own, *(self._before_fetch(a, last) if lane == "h2d" else [])]
-
-    def _before_fetch(self, a: int, fetch: Slice) -> _Parts:
-        """Before a fetch began, its unit's update ran, or the copies before it, or the disk read its weights."""
-        for lane in _UPDATED:
-            own = self._over_in(lane, a, fetch.begin, fetch.unit)
-            if own is not None:
-                return self._updates(lane, a, min(own.end, fetch.begin))
-        copies, read = self._busy("h2d", a, fetch.begin), self._over_in("disk", a, fetch.begin, fetch.unit)
-        reading = self._busy("disk", a, fetch.begin) if read is not None and read.work == "read" else 0
-        return [("h2d", copies), ("disk", min(reading, max(fetch.begin - a - copies, 0)))]
-
-    def _updates(self, lane: str, a: int, b: int) -> _Parts:
-        """At b an update was over: the lane's work or that of the one its states come by, whichever was at it longer,
-        as they go on beside each other; for the rest the gradients it waited for, and the other lane."""
-        source = {"disk update": "disk", "device update": "through"}.get(lane, "")   # through: of states that arrive
-        longer, other = sorted((lane, source), key=lambda k: -self._busy(k, a, b))
-        return self._shares(a, b, (longer, "d2h", other))
-
-    def _shares(self, a: int, b: int, causes: Sequence[str]) -> _Parts:
-        """Each lane's work, as far as those before it have left any of the gap."""
-        parts, rest = [], b - a
-        for cause in causes:
-            parts.append((cause, min(self._busy(cause, a, b), rest)))
-            rest -= parts[-1][1]
-        return parts
-
-    def _in(self, lane: str, a: int, b: int) -> list[Slice]:
-        return between(self.lanes.get(lane, ()), a, b)
-
-    def _busy(self, lane: str, a: int, b: int) -> int:
-        return round(busy_seconds(self._in(lane, a, b), a, b) * 1e9) if b > a else 0
-
-    def _over_in(self, lane: str, a: int, b: int, unit: str | None = None) -> Slice | None:
-        """The lane's last slice of work on the unit (None: on any) that ended in the gap (a, b]."""
-        return next((s for s in reversed(self._in(lane, a, b + _JITTER_NS)) if s.work != "wait"
-                     and a < s.end <= b + _JITTER_NS and unit in (None, s.unit)), None)

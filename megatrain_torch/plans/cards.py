@@ -1,7 +1,5 @@
 """Cards by name, in a host as such cards have: fields of a machine.Machine, with the rates that data sheets publish,
 that were measured, or that are taken. Plain data; machine.py makes machines of it.
-
-`measured`, `assumed`: which rates are; the others are published where data sheets have them, and assumed where not.
 """
 from __future__ import annotations
 
@@ -51,8 +49,6 @@ _H200: dict[str, Any] = {
     "launch_us": 6.0,                       # eager layers: 500 to 630 us for some 90 operations, measured
     "whole_gbps": 50.4,                     # two GPUs at once
     "exchange_gbps": NVLINK_REACHED * 450,
-    "measured": ("gemm", "attention", "hbm_gbps", "h2d_gbps", "d2h_gbps", "both_gbps", "busy_gbps", "adam_gparams",
-                 "launch_us", "fp8_gain", "whole_gbps", "exchange_gbps", "lost_gbps"),
 }
 
 
@@ -64,7 +60,7 @@ def _like_h200(name: str, vram: float, host: int, gemm: tuple[float, float], att
         "name": name, "vram_bytes": int(vram * GIB), "vram_overhead_bytes": int(taken * GIB), "host_bytes": host * GIB,
         "gemm": tuple((n, w, round(min(rate * by, top), 1)) for n, w, rate in _H200_GEMM),
         "attention": tuple((s, round(f * attention, 1), round(b * attention, 1)) for s, f, b in _H200_ATTENTION),
-        "source": SHEETS, "measured": ()} | rates
+        "source": SHEETS} | rates
 
 
 # A host: GiB; AdamW's 10**9 parameters/s on one thread and on all; beside AdamW copies reach such a share of the link.
@@ -108,8 +104,7 @@ _SHEETS = (
     # system shows 119 GiB. It is parted into two, and copies between the parts read and write the same memory. 31
     # TFLOP/s of fp32 are published; of bf16 twice that with fp32 sums is taken, as GeForce cards of its kind have.
     _by_sheet("gb10", 59.0, 0.5, 62.0, 273.0, 0.0, "arm", 0.9)
-    | {"h2d_gbps": 100.0, "d2h_gbps": 100.0, "both_gbps": 50.0, "busy_gbps": 40.0, "one_memory": True,
-       "assumed": ("gemm", "attention", "h2d_gbps", "d2h_gbps", "both_gbps")},
+    | {"h2d_gbps": 100.0, "d2h_gbps": 100.0, "both_gbps": 50.0, "busy_gbps": 40.0, "one_memory": True},
 )
 
 CARDS: tuple[dict[str, Any], ...] = (

@@ -25,14 +25,12 @@ from ..figures.report import as_text, bytes_table
 from .machine import Machine
 from .search import Problem, solve
 from .shapes import Shape
-from .tally import coded
 
 ENDLESS = 1 << 62           # bytes of a disk
 GIB = 1 << 30
 LARGEST_VRAM = 192 * 10**9  # bytes: of a card that is sold; to ask for more helps nobody
 TOGETHER = 3                # changes at a time
 SHOWN = 2                   # ways that are told
-WORTH = 0.95                # a change more is told where the way without it has less than this share of its speed
 STATES = ("8bit", "8bit-sr")
 ASKED = ("micro", "homes", "activations", "slots")      # None: what is best
 SIMULATED = 48              # choices of a way that are timed
@@ -184,30 +182,19 @@ class _Search:
         # The least of a disk, over what may be chosen with one that has no end.
         tried = self.tried({"nvme": ENDLESS})
         spilled = np.array(tried.needs[0]).reshape(-1, len(tried.micro_counts))
-        filed = sum(tried.tally.disk(np.array([coded(homes) for homes, _ in tried.rows])).values())
+        filed = sum(tried.tally.disk(tried.rows[0]).values())
         disk = np.reshape(filed, (-1, 1)) + spilled * wishes.fleet.gpus
         if least := min(disk[spilled >= 0], default=0):
             found["nvme"] = {"limit": int(least)}
         return found
 
     def ways(self) -> list[Way]:
-        """The fastest but those that hardly gain on a milder part; with shorter sequences if there are no others."""
-        fitting = list(self.that_fit()) or [c | less for c in ({}, *self.sets()) if (less := self.shorter(c))]
-        found = [(changes, way) for changes in fitting if (way := self.timed(changes))]
-        worth = [way for changes, way in found if not any(
-            _part(part, changes) and less.tokens_per_second >= WORTH * way.tokens_per_second for part, less in found)]
-        return sorted(worth, key=lambda way: -way.tokens_per_second)
-
-    def that_fit(self) -> Iterator[dict[str, Any]]:
-        """Each set of changes that does, and would not without its disk, or with all tokens."""
-        for changes in ({}, *self.sets()):
-            without = {k: v for k, v in changes.items() if k != "nvme"}
-            if "nvme" in changes and without and self.fits(without):
-                continue
-            if self.fits(changes):
-                yield changes
-            elif len(changes) < TOGETHER and (fewer := self.fewer(changes)):
-                yield changes | fewer
+        """Sets that fit and have no milder part that does, the fastest first."""
+        fitting: list[dict[str, Any]] = []
+        for changes in self.sets():
+            if not any(_part(part, changes) for part in fitting) and self.fits(changes):
+                fitting.append(changes)
+        return sorted(filter(None, map(self.timed, fitting)), key=lambda way: -way.tokens_per_second)
 
     def sets(self, most: int = TOGETHER) -> Iterator[dict[str, Any]]:
         """Sets of one change, of two, of three: states, gradients, a disk, and what was asked for but need not be."""
@@ -223,27 +210,6 @@ class _Search:
                     if changes not in found:                 # gradients have micro=None with them
                         found.append(changes)
                         yield changes
-
-    def fewer(self, changes: dict[str, Any]) -> dict[str, Any] | None:
-        """The most tokens of a step that fit besides, where not all of its sequences can be micro-batches."""
-        seq, sequences = self.wishes.seq, self.wishes.tokens // self.wishes.seq
-
-        def fits(n: int) -> bool:
-            return self.fits(changes | {"tokens": n * seq})
-
-        asked = dataclasses.replace(self.wishes, **changes).micro is not None
-        if asked or max(self.tried(changes).micro_counts) == sequences or not fits(1):
-            return None
-        return {"tokens": _last(fits, sequences) * seq}
-
-    def shorter(self, changes: dict[str, Any]) -> dict[str, Any] | None:
-        """The longest sequences that fit besides, of halves of what is asked for; as many of them."""
-        seq, sequences = self.wishes.seq, self.wishes.tokens // self.wishes.seq
-        if len(changes) < TOGETHER and self.fits(changes | {"seq": 1, "tokens": sequences}):
-            while seq := seq // 2:
-                if self.fits(changes | {"seq": seq, "tokens": seq * sequences}):
-                    return {"seq": seq, "tokens": seq * sequences}
-        return None
 
     def timed(self, changes: dict[str, Any]) -> Way | None:
         """The speed with these changes, and how large a disk they take. None: nothing fits."""

@@ -37,7 +37,7 @@ from ..figures.report import as_text
 from ..fused.templates.attention import Attention
 from ..store.disk import Disk
 from .cards import MEASURED
-from .machine import RATES, Machine, describe, store_path
+from .machine import Machine, describe, store_path
 from .tally import ADDED_BYTES, host_rate
 
 MIB = 2**20
@@ -143,16 +143,10 @@ def _stream_gbps(sizes: Sizes, device: torch.device) -> float:
     return 2 * sizes.stream_bytes / timed(lambda: torch.mul(a, 0.5, out=b), sizes.least_s) / 1e9
 
 
-def _launch_us(device: torch.device) -> float:
+def _launch_us(device: torch.device, least_s: float) -> float:
     """Host time of one small operation, while the device follows."""
-    x, rounds = torch.zeros(16, device=device), []
-    for _ in range(20):
-        synchronize(device)
-        began = time.perf_counter()
-        for _ in range(50):
-            torch.add(x, x, out=x)
-        rounds.append((time.perf_counter() - began) / 50)
-    return statistics.median(rounds) * 1e6
+    x = torch.zeros(16, device=device)
+    return timed(lambda: torch.add(x, x, out=x), least_s) * 1e6
 
 
 # ---- copies and AdamW ----------------------------------------------------------------------------
@@ -288,7 +282,7 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
                              "fp8_gain": fp8_gain(*sizes.coded, device, sizes.least_s)}
     say("attention, elementwise kernels, launches")
     rates |= {"attention": tuple(_attention_at(seq, sizes, device) for seq in sizes.sequences),
-              "hbm_gbps": _stream_gbps(sizes, device), "launch_us": _launch_us(device)}
+              "hbm_gbps": _stream_gbps(sizes, device), "launch_us": _launch_us(device, sizes.least_s)}
     # By now the libraries of products and attention are loaded.
     rss = resident_bytes() + (TRAINING_BYTES if cuda else 0)
     say("copies")
@@ -317,23 +311,10 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
         nbytes = min(sizes.disk_bytes, Disk(disk).room() // 4)
         found = _core.disk_measure(disk, nbytes, each=min(32 << 20, nbytes // 16 // 4096 * 4096))
         rates |= {f"disk_{way}_gbps": found[way] / 1e9 for way in ("read", "write", "both")}
-    # What follows from AdamW's rate; what several GPUs have, until they are measured (the network stays); a drive that
-    # no `disk` named.
-    origins = [("add_gparams", "assumed"), *((rate, "assumed") for rate in RATES[-5:]),
-               *((rate, "published") for rate in RATES if rate.startswith("disk_") and disk is None)]
     versions = {"torch": torch.__version__, "cuda": str(torch.version.cuda), "megatrain_torch": _core.__version__}
     return Machine(torch.cuda.get_device_name(device) if cuda else "cpu", device.type, vram // 2 if one else vram,
-                   taken, host // 2 if one else host, rss, **_rounded(rates), source=MEASURED, one_memory=one,
-                   origins=tuple(origins), versions=versions)
-
-
-def _rounded(value: Any) -> Any:
-    """Floats, also inside dicts and tuples, to four digits."""
-    if isinstance(value, dict):
-        return {k: _rounded(v) for k, v in value.items()}
-    if isinstance(value, tuple):
-        return tuple(map(_rounded, value))
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+                   taken, host // 2 if one else host, rss, **rates, source=MEASURED, one_memory=one,
+                   versions=versions)
 
 
 def report(machine: Machine) -> str:
@@ -395,9 +376,8 @@ def measure_links(device: str, gpus: int) -> dict[str, float]:
 def linked(machine: Machine, rates: dict[str, float]) -> Machine:
     """The machine with what measure_links() found. Its host's memory reaches what was seen, at least."""
     rates = rates | {"host_gbps": max(rates["host_gbps"], host_rate(machine) / 1e9)}
-    origins = tuple((name, where) for name, where in machine.origins if name not in rates)
     found = {k: int(rate) if k.endswith("_bytes") else float(f"{rate:.4g}") for k, rate in rates.items()}
-    return dataclasses.replace(machine, **found, origins=origins)
+    return dataclasses.replace(machine, **found)
 
 
 def _communicators(device: torch.device, gpus: int, together: Callable[[], None]) -> int:

@@ -28,7 +28,7 @@ from ..base.limits import host_limits, parse_bytes, show_bytes
 from ..base.modes import moved_bytes, through_up
 from ..base.strict import MOST, parsed, shown, table
 from ..figures.report import as_text
-from .cards import CALLED, CARDS, MEASURED
+from .cards import CALLED, CARDS
 
 TAKEN = 0.5                 # of what is copied beside AdamW, what that takes from it: 0.3 and 0.9 on two H200 machines
 PIECEMEAL = 0.7             # of the bus, what updates that pass through the device reach beside AdamW: pieces of 64
@@ -89,7 +89,6 @@ class Machine:
         communicator_bytes: of the device, what NCCL's communicators take of each of several processes.
         one_memory: device and host share one memory. vram_bytes and host_bytes are parts of it, which a plan takes as
             they are; "gb10,vram=90GiB,host=28GiB" divides it in another way.
-        origins: (field, "measured", "published" or "assumed") of the rates that `origin` could not tell from source.
         versions: of torch, CUDA and this package, where measured.
     """
 
@@ -125,7 +124,6 @@ class Machine:
     fp8_gain: float = FP8_GAIN
     source: str = "described"
     one_memory: bool = False
-    origins: tuple[tuple[str, str], ...] = ()
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def gemm_flops(self, tokens: float, width: float) -> float:
@@ -169,11 +167,6 @@ class Machine:
         bus = min(self.both_gbps, self.busy_gbps) * 1e9
         left = bus - WEIGHT * held * self.adam_rate(states=states)
         return max(0.0, PIECEMEAL * left / (through_up(states) + WEIGHT))
-
-    def origin(self, field: str) -> str:
-        """Where a rate comes from: "measured", "published" (of a data sheet, times what the H200 was measured to reach
-        of its own), or "assumed"."""
-        return dict(self.origins).get(field, "measured" if self.source == MEASURED else "assumed")
 
     def with_limits(self, vram: int | None, host: int | None) -> Machine:
         """The same machine with less memory; a limit above what it has changes nothing. A description's host is
@@ -243,19 +236,17 @@ class Machine:
 
     @staticmethod
     def listing() -> str:
-        """A table of all descriptions, a line each, with a letter at each rate that says where it comes from."""
-        rows: list[tuple[str, ...]] = [("machine", "GPU memory", "products", "GPU memory's rate", "link", "host memory",
-                                        "AdamW on it")]
-        for m in sorted(MACHINES.values(), key=lambda m: m.vram_bytes):
-            figures = {"gemm": f"{max(r for *_, r in m.gemm):.4g} TFLOP/s", "hbm_gbps": f"{m.hbm_gbps:.4g} GB/s",
-                       "h2d_gbps": f"{m.h2d_gbps:.4g} GB/s", "adam_gparams": f"{m.adam_gparams[-1][1]:.4g} G/s"}
-            products, hbm, link, adam = (f"{figure} {m.origin(rate)[0]}" for rate, figure in figures.items())
-            rows.append((m.name, show_bytes(m.vram_bytes), products, hbm, link, show_bytes(m.host_bytes), adam))
+        """A table of all descriptions, a line each."""
+        head = ("machine", "GPU memory", "products", "GPU memory's rate", "link", "host memory", "AdamW on it")
+        rows = [head, *((m.name, show_bytes(m.vram_bytes), f"{max(r for *_, r in m.gemm):.4g} TFLOP/s",
+                         f"{m.hbm_gbps:.4g} GB/s", f"{m.h2d_gbps:.4g} GB/s", show_bytes(m.host_bytes),
+                         f"{m.adam_gparams[-1][1]:.4g} G/s")
+                        for m in sorted(MACHINES.values(), key=lambda m: m.vram_bytes))]
         return "\n".join([as_text(("", rows), right=range(1, 7)), "", *LEGEND])
 
     def to_dict(self) -> dict[str, Any]:
-        """Its fields, and where each rate comes from ("origins")."""
-        return dataclasses.asdict(self) | {"origins": {rate: self.origin(rate) for rate in RATES}}
+        """Its fields."""
+        return dataclasses.asdict(self)
 
 
 def _described(name: str) -> str | None:
@@ -285,7 +276,6 @@ def _of_file(path: Path) -> Machine:
 
 
 _ASCENDING = ("attention", "adam_gparams")      # tables whose rows come in the order of their first number, all others
-_MAY_BE_EMPTY = ("adam8_gparams", "origins")
 _MAY_BE_ZERO = ("beside_gparams", "vram_overhead_bytes", "host_overhead_bytes", "whole_gbps", "host_gbps",
                 "exchange_gbps", "fp8_gain", "communicator_bytes", "shared_gparams")
 
@@ -313,7 +303,7 @@ def _from_dict(fields: dict[str, Any]) -> Machine:
         value = getattr(machine, name)
         good = _fits(kind, value, name in _MAY_BE_ZERO) and (name != "device" or value in ("cuda", "cpu"))
         if good and isinstance(value, tuple):
-            good = (bool(value) or name in _MAY_BE_EMPTY) and (
+            good = (bool(value) or name == "adam8_gparams") and (
                 name not in _ASCENDING or all(a[0] < b[0] for a, b in itertools.pairwise(value)))
         if not good:
             raise ValueError(f"{name}={shown(value)}")
@@ -382,63 +372,45 @@ def described_gpu(gpu: str) -> str | None:
 
 # ---- descriptions --------------------------------------------------------------------------------
 
-RATES = ("gemm", "attention", "hbm_gbps", "h2d_gbps", "d2h_gbps", "both_gbps", "busy_gbps", "adam_gparams",
-         "add_gparams", "device_adam_gparams", "launch_us", "fp8_gain", "disk_read_gbps", "disk_write_gbps",
-         "disk_both_gbps", "whole_gbps", "host_gbps", "exchange_gbps", "lost_gbps", "network_gbps")
-ON_SHEETS = ("gemm", "attention", "hbm_gbps", "h2d_gbps", "d2h_gbps", "both_gbps", "device_adam_gparams",
-             "disk_read_gbps", "disk_write_gbps", "disk_both_gbps", "exchange_gbps")
+MACHINES: dict[str, Machine] = {card["name"]: Machine(**card) for card in CARDS}
 
 
-MACHINES: dict[str, Machine] = {}
-for _card in CARDS:     # what data sheets have is published, all else assumed, but for what the row names
-    _known = {rate: how for how in ("measured", "assumed") for rate in _card.get(how, ())}
-    _origins = tuple((rate, _known.get(rate, "published" if rate in ON_SHEETS else "assumed")) for rate in RATES)
-    MACHINES[_card["name"]] = Machine(**{k: v for k, v in _card.items() if k not in ("measured", "assumed")},
-                                      origins=_origins if "measured" in _card else ())
-
-
-def describe(m: Machine) -> list[tuple[str, str, str]]:
-    """(what, figure, where it comes from) of a machine's rates, for a table."""
+def describe(m: Machine) -> list[tuple[str, str]]:
+    """(what, figure) of a machine's rates, for a table. What nobody measured says so."""
     threads, adam = m.adam_gparams[-1]
     seq, fwd, bwd = m.attention[-1]
     disk = m.disk_read_gbps, m.disk_write_gbps, m.disk_both_gbps
-    drive = f"not measured: a {DRIVE_NAME}'s data sheet" if disk == DRIVE else m.origin("disk_read_gbps")
-    rows = [
+    guess = "" if "8bit" in dict(m.adam8_gparams) else ", from AdamW's rate"
+    return [
         ("host memory as device memory" if m.one_memory else "device memory",
-         f"{show_bytes(m.vram_bytes)}, {show_bytes(m.vram_overhead_bytes)} of it taken", ""),
-        ("host memory", f"{show_bytes(m.host_bytes)}, {show_bytes(m.host_overhead_bytes)} of it taken", ""),
-        ("matrix products, best", f"{max(rate for *_, rate in m.gemm):.4g} TFLOP/s", "gemm"),
-        ("products of 8-bit codes", f"{m.fp8_gain:.3g} times as fast" if m.fp8_gain else "none", "fp8_gain"),
-        (f"attention, S={seq}", f"{fwd:.4g} forward, {bwd:.4g} backward TFLOP/s", "attention"),
-        ("elementwise kernels", f"{m.hbm_gbps:.4g} GB/s", "hbm_gbps"),
-        ("host to device, back", f"{m.h2d_gbps:.4g}, {m.d2h_gbps:.4g} GB/s", "h2d_gbps"),
-        ("both ways at once", f"{m.both_gbps:.4g} GB/s each way", "both_gbps"),
-        ("both ways beside AdamW", f"{m.busy_gbps:.4g} GB/s each way", "busy_gbps"),
-        (f"AdamW, {threads} thread" + "s" * (threads > 1), f"{adam:.4g} G parameters/s", "adam_gparams"),
-        *([("AdamW beside copies both ways", f"{m.beside_gparams:.4g} G parameters/s", "measured")]
-          if m.beside_gparams else []),
-        ("with moments of 8 bits", f"{m.adam_rate(states='8bit') / 1e9:.4g} G parameters/s",
-         "adam8_gparams" if "8bit" in dict(m.adam8_gparams) else "not measured: from AdamW's rate"),
-        ("a micro-batch's gradients added", f"{m.add_gparams:.4g} G gradients/s",
-         "not measured: from AdamW's rate" if m.source == MEASURED else "add_gparams"),
-        ("AdamW on the device", f"{m.device_adam_gparams:.4g} G parameters/s", "device_adam_gparams"),
-        ("one torch operation", f"{m.launch_us:.4g} us of host time", "launch_us"),
-        ("to each of several GPUs at once", f"{m.whole_gbps:.4g} GB/s" if m.whole_gbps else "as alone",
-         "whole_gbps" if m.whole_gbps else "not measured"),
-        ("between GPUs",
-         f"{m.exchange_gbps:.4g} GB/s leave each" if m.exchange_gbps else "over their links to the host",
-         "exchange_gbps" if m.exchange_gbps else "not measured"),
-        ("between machines", f"{m.network_gbps:.4g} GB/s leave each", "stated: machine=\"...,network_gbps=GB/s\""),
-        *([("NCCL's part of a GPU's memory", show_bytes(m.communicator_bytes), "")] if m.device == "cuda" else []),
-        ("disk: read, write; together", "{:.4g}, {:.4g}; {:.4g} GB/s".format(*disk), drive),
+         f"{show_bytes(m.vram_bytes)}, {show_bytes(m.vram_overhead_bytes)} of it taken"),
+        ("host memory", f"{show_bytes(m.host_bytes)}, {show_bytes(m.host_overhead_bytes)} of it taken"),
+        ("matrix products, best", f"{max(rate for *_, rate in m.gemm):.4g} TFLOP/s"),
+        ("products of 8-bit codes", f"{m.fp8_gain:.3g} times as fast" if m.fp8_gain else "none"),
+        (f"attention, S={seq}", f"{fwd:.4g} forward, {bwd:.4g} backward TFLOP/s"),
+        ("elementwise kernels", f"{m.hbm_gbps:.4g} GB/s"),
+        ("host to device, back", f"{m.h2d_gbps:.4g}, {m.d2h_gbps:.4g} GB/s"),
+        ("both ways at once", f"{m.both_gbps:.4g} GB/s each way"),
+        ("both ways beside AdamW", f"{m.busy_gbps:.4g} GB/s each way"),
+        (f"AdamW, {threads} thread" + "s" * (threads > 1), f"{adam:.4g} G parameters/s"),
+        *([("AdamW beside copies both ways", f"{m.beside_gparams:.4g} G parameters/s")] if m.beside_gparams else []),
+        ("with moments of 8 bits", f"{m.adam_rate(states='8bit') / 1e9:.4g} G parameters/s{guess}"),
+        ("a micro-batch's gradients added", f"{m.add_gparams:.4g} G gradients/s"),
+        ("AdamW on the device", f"{m.device_adam_gparams:.4g} G parameters/s"),
+        ("one torch operation", f"{m.launch_us:.4g} us of host time"),
+        ("to each of several GPUs at once", f"{m.whole_gbps:.4g} GB/s" if m.whole_gbps else "as alone: not measured"),
+        ("between GPUs", f"{m.exchange_gbps:.4g} GB/s leave each" if m.exchange_gbps
+         else "over their links to the host: not measured"),
+        ("between machines", f"{m.network_gbps:.4g} GB/s leave each, as machine=\"...,network_gbps=GB/s\" states"),
+        *([("NCCL's part of a GPU's memory", show_bytes(m.communicator_bytes))] if m.device == "cuda" else []),
+        ("disk: read, write; together", "{:.4g}, {:.4g}; {:.4g} GB/s".format(*disk)
+         + f": not measured, a {DRIVE_NAME}'s data sheet" * (disk == DRIVE)),
     ]
-    fields = {f.name for f in dataclasses.fields(Machine)}
-    return [(what, figure, m.origin(where) if where in fields else where) for what, figure, where in rows]
 
 
 LEGEND = (
-    "m: measured.  a: assumed.  p: published on the vendor's data sheet, times the share of its own sheet",
-    "that an H200 was measured to reach, or less for cards with a low power limit.",
+    "Rates are from data sheets, times the share of its own sheet that an H200 was measured to reach, or less",
+    "for cards with a low power limit; of H200 most are measured. AdamW's are a guess, but for the H200's.",
     "Products are bf16 with fp32 sums, without sparsity; of V100 and T4, which have none, fp16.",
     "The host is anybody's: --host 128GiB, or --machine rtx4090,host=128GiB, says what yours has. GB10 and the",
     "CPU device share one memory with the host: shown are the parts that each has in a plan, and",

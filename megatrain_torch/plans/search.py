@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import _core
-from ..base.modes import DISK, DISKS, HOMES, KEEPS, LINKED, MODES, moved_bytes, read
+from ..base.modes import DISK, DISKS, HOMES, LINKED, MODES, moved_bytes, read
 from ..figures.report import LANES, OWN, WAITS
 from ..store.arrivals import AHEAD, STAY
 from ..store.disk import BAYS, BUNDLE_PADDING_BYTES, FEED_BYTES, MEMORY_BYTES, POOL, SPILLED
@@ -41,9 +41,6 @@ EARLY = max(GUESTS + AHEAD + 1, STAY)   # windows whose activations may be alive
 # Bytes per parameter that a gradient moves into the planes of a unit at home in VRAM: measured and copied; by each
 # further micro-batch added to its fp32 sum, rounded and measured. Of several ranks the first has a sum in fp32 too.
 GATHERED = (6, 16)
-# What first layers may keep in host memory, and how many of them, in parts of all.
-ON_HOST = ("replay+host", "attention+host", "selective+host", "saved+host")
-PARTS = 8
 LONG_SEQ = 1 << 16          # tokens of a sequence from which attention is most of a layer
 OVERHEAD = "Python, torch, driver"          # of host memory: what is there besides planes
 
@@ -55,7 +52,6 @@ ROWS = {**_core.LANES, **{row: len(_core.LANES) + i for i, row in enumerate((OWN
 CAUSES = ("host update", "disk", "h2d", "d2h", "host sum", "through", "swap out", "swap back", "swap disk", OWN,
           *SHARED)
 _MODES = {mode: code for code, mode in enumerate(MODES)}         # as C numbers them
-FIXED, PAIR = 1, 2          # bits of a track's windows: see walk/search.h
 
 
 @dataclass(frozen=True)
@@ -196,27 +192,29 @@ class Problem:
     # ---- homes that may be chosen ----
 
     @functools.cached_property
-    def rows(self) -> list[tuple[tuple[str, ...], bool]]:
-        """(homes of all units, for several micro-batches or for one), in the order in which equals are preferred."""
-        asked, several = self.wishes.homes, sorted({k > 1 for k in self.micro_counts})
-        found = []
-        base = list(self._homes())
-        codes = self._coded(base)
-        lacks = [self._host(codes, 1 + some) - self.seen.host_bytes for some in several]
-        for at, homes in enumerate(base):
-            placed = [self._with_disk(homes, int(lack[at])) for lack in lacks]
-            through = frozenset() if isinstance(asked, dict) else self._through(homes)
-            ways = [homes] * (not through or asked != "through")
-            if through:
-                ways.append(tuple(["through" if u in through else home for u, home in enumerate(homes)]))
-            for way in ways:
-                for some, there in zip(several, placed):
-                    if "through" not in way:
-                        found.append((there, some))
-                    # Beside a disk the drive is what a step waits for, and states there are not in memory.
-                    elif self.through_rate and set(DISKS).isdisjoint(there):
-                        found.append((way, some))
-        return found
+    def rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """Homes, [choices, units] as Tally takes many, and whether for several micro-batches or for one; in the order
+        in which equals are preferred."""
+        w, m, units, asked, files = self.wishes, self.seen, self.shape.units, self.wishes.homes, self.tally.files
+        base, several = self._coded(self._homes()), sorted({k > 1 for k in self.micro_counts})
+        lack = np.stack([self._host(base, 1 + some) - m.host_bytes for some in several], 1)
+        # Updates go through the device where that is faster. Of several GPUs nothing of it was measured.
+        faster = not asked and w.grads == "ram" and self.through_rate > 0 and w.fleet.alone
+        fixed = w.nvme is None or asked == "through" or isinstance(asked, dict)
+        homes, some = _core.search_homes(SimpleNamespace(
+            n_base=len(base), base=base.tobytes(), lack=array("q", lack.ravel().tolist()), several=array("q", several),
+            order=array("q", self.first), through=2 if asked == "through" else int(faster),
+            to_disk=HOMES.index(asked if asked in DISKS else "ram"), room=-1 if fixed else w.nvme,
+            memory=MEMORY_BYTES * w.fleet.gpus, feed=FEED_BYTES * w.fleet.gpus, keeps=w.grads == "ram",
+            apart=w.fleet.machines > 1, both=m.both_gbps * 1e9, through_rate=self.through_rate,
+            host_rate=self.host_rate, states=array("q", self.tally.states),
+            padding=array("q", [between for _, between in files["disk"]]),
+            files=array("q", [sum(n) for home in DISKS for n in files[home]]),
+            **{name: array("q", [getattr(u, name) for u in units]) for name in ("trained", "weights")}))
+        return np.frombuffer(homes, np.uint8).reshape(-1, len(units)), np.frombuffer(some, np.uint8).astype(np.int64)
+
+    def _homes_of(self, row: int) -> tuple[str, ...]:
+        return tuple(HOMES[code] for code in self.rows[0][row])
 
     def _coded(self, homes: Iterable[Sequence[str]]) -> np.ndarray:
         """[choices, units], as Tally takes many."""
@@ -248,77 +246,6 @@ class Problem:
                             homes[u] = "arrive"
                             yield tuple(homes)
 
-    def _through(self, homes: Sequence[str]) -> frozenset[int]:
-        """Units in RAM whose updates are over sooner through the device than behind the others on the host. None where
-        some are on disk: then the drive is what a step waits for; nor, unless they are asked for, with several GPUs,
-        where nothing of it was measured."""
-        units, asked = self.shape.units, self.wishes
-        away = [u for u in self.first if homes[u] == "ram" and units[u].trained]
-        if asked.homes == "through":
-            return frozenset(away)
-        if asked.homes or asked.grads == "none" or not self.through_rate or not asked.fleet.alone:
-            return frozenset()
-        # States that arrive take the same way, and come first.
-        device_s = 2 * self.tally.visiting(homes) / (self.seen.both_gbps * 1e9)
-        host_s, found = 0.0, []
-        for u in away:
-            there, here = device_s + units[u].trained / self.through_rate, host_s + units[u].trained / self.host_rate
-            if there < here:
-                device_s = there
-                found.append(u)
-            else:
-                host_s = here
-        return frozenset(found)
-
-    def _with_disk(self, homes: tuple[str, ...], over: int) -> tuple[str, ...]:
-        """These, with as many units' states, then weights, on disk as host memory cannot hold. over: bytes that it
-        lacks."""
-        w, fleet = self.wishes, self.wishes.fleet
-        if w.nvme is None or w.homes == "through" or isinstance(w.homes, dict):
-            return homes
-        forced, room, states, filed = w.homes in DISKS, w.nvme, [], []
-        over = 1 if forced else over        # of what is asked to be on disk, anything
-        if over <= 0:
-            return homes
-        memory, order, files = MEMORY_BYTES * fleet.gpus, self._last_used(homes), self.tally.files
-        for u in order:
-            planes, padding = files["disk"][u]
-            # Buffers of the disk take host memory as soon as one unit is there.
-            if over + memory * bool(states) <= 0 or planes + padding > room:
-                break
-            if planes:
-                states.append(u)
-                room -= planes + padding
-                over -= planes * (not forced)
-        enough = not forced and over + memory * bool(states) <= 0
-        if not (w.homes == "disk" or enough) and fleet.machines == 1:
-            over += 0 if forced else (MEMORY_BYTES + FEED_BYTES) * fleet.gpus
-            for u in order:
-                unit = self.shape.units[u]
-                more = sum(files["disk+weights"][u]) - (sum(files["disk"][u]) if u in states else 0)
-                if over <= 0 or more > room or (u not in states and unit.trained):
-                    break
-                filed.append(u)
-                room -= more
-                over -= unit.weights * (not forced)
-        found = list(homes)
-        for u in states:
-            found[u] = "disk"
-        for u in filed:
-            found[u] = "disk+weights"
-        return tuple(found)
-
-    def _last_used(self, homes: Sequence[str]) -> list[int]:
-        """Units in RAM, those that are used last first: their updates have most time before the next forward needs
-        them. Where updates follow gradients that are kept nowhere, any first few are spread over the model (van der
-        Corput's sequence): the drive has the time between them, and a backward waits for each."""
-        order = [u for u in reversed(self.first) if homes[u] == "ram"]
-        if self.wishes.grads == "ram":
-            return order
-        bits = len(order).bit_length()
-        spread = (int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits))
-        return [order[at] for at in spread if at < len(order)]
-
     @functools.cached_property
     def rings(self) -> list[int]:
         """Slots of a size that may be chosen, fewest first."""
@@ -328,64 +255,6 @@ class Problem:
         least = LEAST_OF_PIECES if pieces else 2            # with a disk some may come whole
         return [r for r in RINGS if least <= r < n] + [max(least, n)]
 
-    # ---- activations that may be chosen ----
-
-    def tracks(self, micro: int) -> list[tuple[bytes, bytes]]:
-        """Modes of windows, and which of them stay fixed: nothing away, then first layers in growing number."""
-        costs, w, windows = self.costs(micro), self.wishes, self.shape.windows
-        asked = w.activations
-        pairs = _pairs([LINKED in c.kept and window.learns for c, window in zip(costs, windows)])
-        least = [asked if asked in c.kept else next(m for m in KEEPS if m in c.kept) for c in costs]
-
-        def track(fixed: dict[int, str], linked: Iterable[int] = ()) -> tuple[bytes, bytes]:
-            flags = bytearray(len(windows))
-            modes = list(least)
-            for at, mode in fixed.items():
-                modes[at], flags[at] = mode, FIXED
-            for at in linked:
-                flags[at] |= PAIR
-            return _mode_codes(modes), bytes(flags)
-
-        if asked is not None:
-            if read(asked).keep == LINKED:
-                other, seconds = str(read(asked)._replace(keep="attention")), {a + 1 for a in pairs}
-                least = [other if mode == asked and at not in seconds else mode for at, mode in enumerate(least)]
-            return [track(dict(enumerate(least)))]
-
-        def able(mode: str) -> list[int]:
-            return [at for at, c in enumerate(costs) if mode in c.away and windows[at].learns]
-
-        found = [track({})]
-        for mode in ON_HOST:
-            found += [track(dict.fromkeys(able(mode)[:n], mode)) for n in _counts(able(mode))]
-        if w.seq >= LONG_SEQ:
-            # An attention's output spares more time than all else: some layers keep it in host memory, with their
-            # input, and those before them the input alone, in what is left there.
-            layers = able("attention+host")
-            for inputs, both in itertools.combinations(_counts(layers), 2):
-                found.append(track({at: "replay+host" if i < inputs else "attention+host"
-                                    for i, at in enumerate(layers[:both])}))
-            found += [track(*some) for some in self._linked(pairs, costs)]
-        for keep in KEEPS if w.nvme else ():       # the first keep on disk what some behind them keep in host memory
-            layers = able(f"{keep}+disk")
-            found += [track({at: keep + ("+disk" if i < filed else "+host") for i, at in enumerate(layers[:away])})
-                      for filed, away in itertools.combinations_with_replacement(_counts(layers), 2)]
-        return found
-
-    def _linked(self, pairs: list[int], costs: list[Cost]) -> Iterator[tuple[dict[int, str], list[int]]]:
-        """Pairs of layers of which the first keeps its input and the outputs of attention are kept of both: the first
-        of them on disk, those behind in host memory, or there the inputs alone, and the others on the device."""
-        order = [a for a in pairs if costs[a + 1].backward_s[LINKED] < costs[a + 1].backward_s["replay"]]
-        counts = [0, *_counts(order)]
-        ways = (("attention", LINKED, "+host"), ("replay", "replay", "+host"))
-        on_disk = (("attention", LINKED, "+disk"), ("replay", "replay", "+disk")) if self.wishes.nvme else ()
-        for first in (None, *on_disk) if order else ():
-            for ends in itertools.combinations_with_replacement(counts, 3):
-                if (first is None) == (ends[0] == 0):
-                    parts = zip((first, *ways), map(slice, (0, *ends), ends))
-                    fixed = {a + i: way[i] + way[2] for way, of in parts for a in order[of] for i in (0, 1)}
-                    yield fixed, order[ends[2]:]
-
     # ---- the search ----
 
     def best(self, than: float = math.inf) -> tuple[Choice, Timing] | None:
@@ -394,7 +263,7 @@ class Problem:
         if found is None:
             return None
         row, ring, micro, modes, walked = found
-        return Choice(self.micro_counts[micro], self.rows[row][0], self.rings[ring],
+        return Choice(self.micro_counts[micro], self._homes_of(row), self.rings[ring],
                       tuple(MODES[i] for i in modes)), Timing.of(walked, not self.wishes.fleet.alone)
 
     def time(self, choice: Choice, than: float = math.inf) -> Timing | None:
@@ -414,10 +283,10 @@ class Problem:
         least VRAM within the host's limit, least host memory within the VRAM's, None: not with any; and the choice that
         lacks the fewest bytes, of those that the device can hold if there are any."""
         spilled, vram, host, row, ring, micro = _core.search_needs(self.arrays)
-        count = self.micro_counts[micro]
-        modes = tuple(MODES[i] for i in self.tracks(count)[0][0])
+        windows = len(self.shape.windows)
+        modes = self.arrays.modes[self.arrays.tracks[micro] * windows:][:windows]       # of the first track
         return (array("q", spilled), *(n if n >= 0 else None for n in (vram, host)),
-                Choice(count, self.rows[row][0], self.rings[ring], modes))
+                Choice(self.micro_counts[micro], self._homes_of(row), self.rings[ring], tuple(MODES[i] for i in modes)))
 
     def _memory_s(self, codes: np.ndarray, micro: int) -> np.ndarray:
         updated = (self._of_units("trained") * ~np.isin(codes, coded(SETTLED))).sum(-1)
@@ -428,16 +297,20 @@ class Problem:
     @functools.cached_property
     def arrays(self) -> SimpleNamespace:
         """The fields of mt_search, by their names in csrc/walk/search.h."""
-        counts, codes = self.micro_counts, self._coded(homes for homes, _ in self.rows)
-        several = np.array([some for _, some in self.rows], dtype=np.int64)
+        counts, (codes, several) = self.micro_counts, self.rows
         planes = (codes == HOMES.index("through")).any(-1) * THROUGH_BYTES + self.seen.vram_overhead_bytes \
             + self.exchange.buffers + sum(self.tally.at_home(codes, 1 + several).values())
         room = np.full(len(codes), self.wishes.nvme or 0) - sum(self.tally.disk(codes).values())
-        return SimpleNamespace(
+        found = SimpleNamespace(
             **self._unit_arrays(), **self._window_arrays(), micro=array("q", counts),
             cached=array("q", map(self.cache_bytes, counts)), rings=array("q", self.rings), homes=codes.tobytes(),
             memory_s=np.stack([self._memory_s(codes, k) for k in counts], 1).ravel(), several=several, planes=planes,
             host=self._host(codes, 1 + several), room=room // self.wishes.fleet.gpus)
+        w, asked = self.wishes, _MODES.get(self.wishes.activations, -1)
+        made = [_core.search_tracks(found, i, asked, bool(w.nvme), w.seq >= LONG_SEQ) for i in range(len(counts))]
+        ends = itertools.accumulate((len(modes) // len(self.shape.windows) for modes, _ in made), initial=0)
+        found.tracks, found.modes, found.flags = array("q", ends), *map(b"".join, zip(*made))
+        return found
 
     def _of_units(self, name: str) -> np.ndarray:
         """[units] of a Unit's attribute."""
@@ -490,7 +363,6 @@ class Problem:
             if self.shape.units[u].trained:
                 leaving[at].append(u)
         again = (() if w.kind == "embedding" or (w.kind == "head" and self.wishes.fused) else w.units for w in windows)
-        tracks = [self.tracks(k) for k in counts]
         return {"kind": array("q", [kinds[w.shape] for w in windows]), "n_kinds": len(kinds),
                 "learns": array("q", [w.learns for w in windows]),
                 "flying": array("q", map(self._flying, range(len(windows)))),
@@ -502,9 +374,8 @@ class Problem:
                    for name in ("kept", "work", "away")},
                 "on_disk": array("q", [mode in DISK for mode in MODES]),
                 "is_linked": array("q", [read(mode).keep == LINKED for mode in MODES]),
-                "tracks": array("q", itertools.accumulate(map(len, tracks), initial=0)),
-                "modes": b"".join(modes for some in tracks for modes, _ in some),
-                "flags": b"".join(flags for some in tracks for _, flags in some)}
+                "tracks": array("q", [0] * (len(counts) + 1)), "modes": b"", "flags": b""}         # to come
+
 
 def solve(problem: Problem) -> tuple[Problem, tuple[Choice, Timing] | None]:
     """The best with as many buffers for gradients kept nowhere as fit, or fewer where that spares the disk."""
@@ -529,17 +400,3 @@ def _lists(lists: Iterable[Sequence[int]]) -> tuple[array[int], array[int]]:
     lists = list(lists)
     ends = itertools.accumulate(map(len, lists), initial=0)
     return array("q", ends), array("q", itertools.chain.from_iterable(lists))
-
-
-def _counts(able: Sequence[object]) -> list[int]:
-    """Of so many layers the first eighth, two, ..., all."""
-    return sorted({-(-len(able) * part // PARTS) for part in range(1, PARTS + 1)} - {0})
-
-
-def _pairs(able: Sequence[bool]) -> list[int]:
-    """Layers of which the next may be linked to them, each layer in one pair."""
-    found: list[int] = []
-    for w in range(len(able) - 1):
-        if able[w] and able[w + 1] and w - 1 not in found:
-            found.append(w)
-    return found
