@@ -329,6 +329,16 @@ def test_states_in_the_form_of_an_earlier_version_are_refused_by_what_to_do(tmp_
     assert all(torch.equal(a, b) for a, b in zip(pair[0].parameters(), other[0].parameters()))
 
 
+def test_progress_of_a_save_and_a_load_is_told(tmp_path: Path) -> None:
+    pair, told = train(make(tmp_path), 0, 1), []
+    done = mt.save(*pair, tmp_path / "c", progress=lambda *p: told.append(p))
+    assert told[-1] == (done.bytes, done.bytes)
+    told.clear()
+    mt.load(*pair, tmp_path / "c", progress=lambda *p: told.append(p))
+    units = len(runtime_of(pair[0]).units)
+    assert told == [(n, units) for n in range(1, units + 1)]
+
+
 # ---- what others read ----
 
 def test_other_readers_find_weights_and_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

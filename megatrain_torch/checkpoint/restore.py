@@ -92,7 +92,7 @@ def checkpoint_bytes(model: nn.Module, folder: str | Path, states: str = "fp32")
 
 @calling("mt.load")
 def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path, *, scheduler: Any = None,
-         verify: bool = True, convert: bool = False) -> Any:
+         verify: bool = True, convert: bool = False, progress: Callable[[int, int], None] | None = None) -> Any:
     """Takes a checkpoint of mt.save; returns the `extra` that it was given.
 
     Training goes on with the bits of an uninterrupted run, wherever units lived then and live now. On a GPU that needs
@@ -108,6 +108,7 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         verify: read and compare everything before anything is changed. False: compare while reading; a checkpoint that
             is found broken then leaves a model that refuses to run until one is loaded.
         convert: allow types and formats that hold less, by rounding.
+        progress: called with (units loaded, units in all).
 
     Raises:
         MegatrainError: there is no whole checkpoint, or it is not this model's; or a format that would lose bits.
@@ -136,7 +137,7 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
                 raise MegatrainError(f"{source.where}: {type(scheduler).__name__} does not take the scheduler's state "
                                      f"({type(why).__name__}: {shown(why)}); nothing else was changed") from why
             undo.callback(scheduler.load_state_dict, before)
-        found.take()
+        found.take(progress)
         undo.pop_all()
     rt.saved_files = parts.loaded(source.folder, source.body, {name: p._mt for p, name in found.names.items()},
                                   source.tensors)
@@ -170,7 +171,7 @@ class _Loading:
         if verify:
             self.source.verify(*(0, 1) if self.rt.ranks is None else (self.rt.ranks.rank, self.rt.ranks.size))
 
-    def take(self) -> None:
+    def take(self, progress: Callable[[int, int], None] | None) -> None:
         rt, opt, source = self.rt, self.opt, self.source
         rt.core.drain()
         if self.ours:
@@ -186,9 +187,11 @@ class _Loading:
                 reads.go()
                 for buffer, value in pairs:
                     buffer.copy_(value)
-                for records in rt.units:
+                for done, records in enumerate(rt.units, 1):
                     if own := [r for r in records if r.param in self.names]:     # some may be gone from the model
                         self.unit(own)
+                    if progress is not None:
+                        progress(done, len(rt.units))
             except BaseException as why:     # of one of several ranks, for which all wait: then all fail at once
                 if rt.ranks is not None:
                     with suppress(MegatrainError):       # the engine may be closed

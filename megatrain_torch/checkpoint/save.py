@@ -23,6 +23,7 @@ import shutil
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,13 +54,14 @@ FILE_BYTES = 5 * 10**9               # of a file of tensors, at most
 COPIERS, WRITERS = max(4, min(16, cpus() * 3 // 4)), 8
 LEAST_BYTES = (COPIERS + WRITERS) * (4 << 20)        # of blocks on their way: one for each thread
 SPARE_BYTES = 2 << 30                # of an asynchronous save, unless it is said, or there is less
-POLL_S = 0.25                        # after it an interruption is noticed
+POLL_S = 0.25                        # between two calls of progress; after it an interruption is noticed
 AS_BEFORE = ", and what was there before is as it was"
 
 
 @calling("mt.save")
 def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path, *, scheduler: Any = None,
-         extra: Any = None, asynchronous: bool = False, spare: int | str | None = None) -> Saving:
+         extra: Any = None, asynchronous: bool = False, spare: int | str | None = None,
+         progress: Callable[[int, int], None] | None = None) -> Saving:
     """Writes a checkpoint: weights, optimizer states, scheduler, random states. mt.load takes it.
 
     Call it between steps; where several processes train the model, in all of them, and each writes a part.
@@ -83,6 +85,8 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         spare: host memory for blocks that are copied and not yet written (bytes or "8GiB"). None: 2 GiB where
             asynchronous and so much is free, else the least, 4 MiB for each thread. Besides, what a unit has on the
             device or on disk is in host memory while it is copied, one unit at a time.
+        progress: called with (bytes written, bytes in all) four times a second, from the thread that writes. Each of
+            several processes reports its own bytes times their number.
 
     Raises:
         MegatrainError: the model is not streamed, or was streamed anew since its mt.AdamW was made. Gradients of an
@@ -90,7 +94,7 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
             or in host memory, or no permission. Writing failed. Nothing is lost then.
     """
     rt = runtime_of(model)
-    saving = Saving(rt, Path(folder).absolute())
+    saving = Saving(rt, Path(folder).absolute(), progress)
     rt.finish_save()
     randoms, when = zip(*saving._each((random_states(), asynchronous)))
     with as_one(saving._ranks):              # what fails in one process fails in all
@@ -159,11 +163,11 @@ class Saving:
     # store, so whoever writes a block needs nothing of the others; that a unit's update waits until its bytes are
     # copied, the engines see to. The first one makes folder and files, has all sums in the end, and gives the name.
 
-    def __init__(self, rt: Runtime, folder: Path) -> None:
+    def __init__(self, rt: Runtime, folder: Path, progress: Callable[[int, int], None] | None) -> None:
         self.folder, self.bytes, self.seconds, self.held = folder, 0, 0.0, 0.0
         self._ranks = None if rt.ranks is None else rt.ranks.aside()     # a save may end in a thread of its own
         self._part, self._parts = (0, 1) if rt.ranks is None else (rt.ranks.rank, rt.ranks.size)
-        self._begun = time.perf_counter()
+        self._progress, self._begun = progress, time.perf_counter()
         self._over = threading.Event()       # not the thread's own: a join that is interrupted takes it for dead
         self._process = os.getpid()          # whose thread it is
         self._error: BaseException | None = None
@@ -293,8 +297,11 @@ class Saving:
             self._over.set()
 
     def _follow(self, core: _core.Engine) -> None:
-        while not core.save_wait(POLL_S)[1]:
-            pass
+        over = False
+        while not over:
+            done, over = core.save_wait(POLL_S)
+            if self._progress is not None:
+                self._progress(self.bytes if over else min(done * self._parts, self.bytes), self.bytes)
 
 
 def give_up(core: _core.Engine) -> None:

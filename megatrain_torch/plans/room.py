@@ -31,6 +31,7 @@ from ..base.limits import (
     show_bytes,
     show_size,
     with_margin,
+    without_margin,
 )
 from ..base.units import Group
 from ..figures.report import as_text, bytes_table
@@ -238,6 +239,13 @@ class Room:
         """Of what comes and goes, which a user's limit does not count."""
         if self.limit is None and (bound := shortage(sum(need.values()))) is not None:
             raise _short(self.asked, what, need, bound, {}, *words)
+
+    def spare(self, core: _core.Engine) -> int:
+        """Bytes of host memory that no plane will take, now or later: free, or in bays for activations already."""
+        if self.limit is not None:
+            return self.limit - sum(self.asked.host().values())
+        coming = sum(self._coming(core, self.asked, PLANES_OF).values())
+        return without_margin(host_limits().tightest().free) - coming + core.swap_bytes()[0]
 
     def _coming(self, core: _core.Engine, asked: Asked, planes: Iterable[str]) -> dict[str, int]:
         """Bytes of these planes that are not made yet. Weights, slots, disk buffers are; staging comes with sums."""

@@ -60,6 +60,11 @@ class Unit:
         """Bytes of what is fetched at once."""
         return self.fetched or (self.weights,)
 
+    @property
+    def visiting(self) -> dict[str, int]:
+        """Bytes by plane of what arrives for an update, and leaves."""
+        return {"masters": self.masters, "moments": self.moments}
+
 
 @dataclass(frozen=True)
 class Product:
