@@ -71,9 +71,9 @@ gpu: $(BUILT)  ## the tests that need a GPU
 bench: $(BUILT)  ## benchmarks, each beside the machine's limit
 	for bench in benchmarks/limits.py benchmarks/bench_*.py; do $(PY) $$bench $(ARGS) || exit 1; done
 
-performance-page:  ## the figures of docs/performance.md: RESULTS=results.jsonl
+performance-page:  ## the figures of docs/performance.md: RESULTS=results.jsonl [PICTURE=step.png]
 	$(if $(RESULTS),,$(error RESULTS=file.jsonl is needed: lines of benchmarks))
-	python3 tools/performance_page.py $(RESULTS)
+	python3 tools/performance_page.py $(RESULTS) $(if $(PICTURE),--picture $(PICTURE))
 
 what-fits: $(BUILT)  ## docs/what-fits.md: the largest models for usual cards, by mt.plan
 	nice -n 19 $(PY) tools/what_fits.py

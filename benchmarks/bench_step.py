@@ -4,7 +4,7 @@
     python benchmarks/bench_step.py --layers 20 --tokens 32768     # 5.75 B parameters, 7B width
     python benchmarks/bench_step.py --layers 20 --plan auto --vram 24GiB
     python benchmarks/bench_step.py --width 32b --layers fit --tokens 32768
-    python benchmarks/bench_step.py --layers 20 --trace step.json  # what bound it, for Perfetto
+    python benchmarks/bench_step.py --layers 20 --trace step.json  # what bound it; step.png beside it
     python benchmarks/bench_step.py --layers 28 --plan auto --seq 524288 --tokens 524288 --warmup 0 --steps 1
     python benchmarks/bench_step.py --layers 12 --engine fsdp2
     python benchmarks/bench_step.py --layers 8 --overhead          # streamed against resident
@@ -27,6 +27,7 @@ import statistics
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import limits
@@ -59,7 +60,7 @@ TRACED_STEPS = 5
 BLOCK_STEPS = 3  # steps of one engine before the other has its turn, in --overhead
 ACTIVATIONS = ["auto", *MODES]
 ACTIVATIONS_HELP = f"of all layers: {', '.join(ACTIVATIONS)}"
-TRACE_HELP = "more steps, traced: a report; with FILE: Chrome JSON"
+TRACE_HELP = "more steps, traced: a report; with FILE: Chrome JSON, and a .png beside it"
 PLAN_HELP = "mt.plan's; ram, vram, through: all units there; arrive: in RAM, but the states of --guests units"
 OVERHEAD_HELP = "streamed against plain torch's resident model, or against our own with all in VRAM"
 MOST_LAYERS = 256
@@ -265,6 +266,7 @@ def trace_steps(
     report = t.steps()[-1]
     if args.trace:
         t.chrome(args.trace)
+        t.picture(Path(args.trace).with_suffix(".png"))
     say(str(report))
     return {
         "bound": report.bound,

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from megatrain_torch.commands import folder, models
 from megatrain_torch.commands.folder import FILE, LOCK, MARKER, Owned, write_yaml
 from megatrain_torch.commands.launch import Team
 from megatrain_torch.commands.loop import Bar, Requests
+from megatrain_torch.reports.api import Trace
 
 Tree = dict[str, bytes | str]
 
@@ -33,6 +34,14 @@ def tree(path: Path) -> Tree:
     """All that is below, but for the lock."""
     return {str(p.relative_to(path)): os.readlink(p) if p.is_symlink() else p.read_bytes() if p.is_file() else "folder"
             for p in path.rglob("*")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unpainted() -> Iterator[None]:
+    """A picture of the time line takes longer than all else of these runs."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Trace, "picture", lambda self, path: Path(path).write_text("<svg/>"))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -396,8 +405,8 @@ FOREIGN = """<p onclick="alert(1)" style="background:url(http://a.org/x)" title=
 </table></div></body></html><scr<script>ipt>alert(5)</scr</script>ipt><p/><div"""
 
 
-def test_a_report_has_nothing_of_pages_that_runs_or_loads(run: Path) -> None:
-    for name in ("plan.html", "step.html", "storage.html"):
+def test_a_report_has_nothing_of_pages_and_pictures_that_runs_or_loads(run: Path) -> None:
+    for name in ("plan.html", "step.html", "storage.html", "timeline.svg"):
         (run / name).write_text(FOREIGN)
     write_yaml(run / "config.yaml", folder.settings_of(run).with_(column="<script>a</script>"))
     assert megatrain("report", run) == 0

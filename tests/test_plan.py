@@ -658,6 +658,12 @@ def test_plan_of_a_folder_says_what_mt_plan_says(command: Callable, tmp_path: Pa
     assert command(*words, "--ram", "3.9GiB") == command(*words, "--host", "3.9GiB") != command(*words)
 
 
+def test_a_picture_shows_each_tier(tmp_path: Path) -> None:
+    mt.plan(small(3), tokens=4096, seq=512, machine="rtx4090-64g").picture(tmp_path / "tiers.svg")
+    text = (tmp_path / "tiers.svg").read_text()
+    assert all(f"<!-- {what} -->" in text for what in ("device memory", "host memory", "moments"))
+
+
 def test_a_plan_that_fails_is_told_on_stderr(command: Callable, tmp_path: Path) -> None:
     small(3).save_pretrained(tmp_path)
     status, out, err = command("plan", str(tmp_path), "--tokens", "4096", "--seq", "512", "--vram", "512MiB",

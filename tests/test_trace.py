@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import struct
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -518,6 +520,26 @@ def test_the_chrome_trace_is_valid_and_its_rows_do_not_overlap(tmp_path: Path) -
     assert fetch["args"]["bytes"] >= 4 * (4 * WIDTH * WIDTH + 3 * WIDTH)
     assert fetch["args"]["GB/s"] == pytest.approx(fetch["args"]["bytes"] / fetch["dur"] / 1000, abs=1e-3)
     assert [e["name"] for e in work if names[e["tid"]] == "step"] == ["step 0", "step 1", "step 2"]
+
+
+def test_a_picture_is_written(tmp_path: Path) -> None:
+    t, _ = traced(micro=2)
+    t.picture(tmp_path / "steps.png")
+    head = (tmp_path / "steps.png").read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", head[16:]) == (1200, 400)
+    t.picture(tmp_path / "steps.svg", steps=1)
+    text = (tmp_path / "steps.svg").read_text()
+    assert "<svg" in text
+
+
+def test_a_picture_without_matplotlib_or_steps_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    t, model = traced()
+    for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(mt.MegatrainError, match="pip install matplotlib"):
+        t.picture(tmp_path / "steps.png")
+    with mt.trace(model) as t, pytest.raises(mt.MegatrainError, match="no step is finished"):
+        t.picture(tmp_path / "steps.png")
 
 
 # ---------------------------------------------------------------- the door

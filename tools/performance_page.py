@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Writes the figures of docs/performance.md anew: its tables from JSON lines.
+"""Writes the figures of docs/performance.md anew: its tables from JSON lines, its picture from a traced run.
 
     python benchmarks/bench_step.py --layers 20 --trace step.json >> results.jsonl     # and step.png
-    python tools/performance_page.py results.jsonl
-    make performance-page RESULTS=results.jsonl
+    python tools/performance_page.py results.jsonl --picture step.png
+    make performance-page RESULTS=results.jsonl PICTURE=step.png
 
 What stands between `<!-- figures: NAME -->` and `<!-- end -->` is replaced; the text around it is written by
 hand and stays. A NAME of which the results say nothing keeps what it has, and is named on stderr.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "performance.md"
+PICTURE = "step.png"  # beside the page
 BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 Line = dict[str, Any]
@@ -185,7 +187,7 @@ FIGURES: dict[str, Callable[[list[Line]], str]] = {
 }
 
 
-def rewritten(page: str, lines: list[Line]) -> tuple[str, list[str]]:
+def rewritten(page: str, lines: list[Line], picture: bool) -> tuple[str, list[str]]:
     """The page with new figures, and the names of those that kept their old ones.
 
     Raises:
@@ -195,7 +197,10 @@ def rewritten(page: str, lines: list[Line]) -> tuple[str, list[str]]:
 
     def block(match: re.Match[str]) -> str:
         name = match[2]
-        text = FIGURES[name](lines)
+        if name == "picture":
+            text = f"![Queues against time]({PICTURE})\n" if picture else ""
+        else:
+            text = FIGURES[name](lines)
         if not text:
             kept.append(name)
             return match[0]
@@ -207,11 +212,14 @@ def rewritten(page: str, lines: list[Line]) -> tuple[str, list[str]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("results", type=Path, nargs="+", help="JSON lines of benchmarks")
+    parser.add_argument("--picture", type=Path, help="a .png of bench_step.py --trace")
     parser.add_argument("--page", type=Path, default=PAGE)
     args = parser.parse_args()
     lines = [json.loads(line) for path in args.results for line in path.read_text().splitlines()]
-    text, kept = rewritten(args.page.read_text(), lines)
+    text, kept = rewritten(args.page.read_text(), lines, args.picture is not None)
     args.page.write_text(text)
+    if args.picture is not None:
+        shutil.copyfile(args.picture, args.page.parent / PICTURE)
     for name in kept:
         print(f"{args.page.name}: {name}: nothing in the results; kept as it was", file=sys.stderr)
     return 0

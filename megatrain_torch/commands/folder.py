@@ -4,7 +4,7 @@
     log.jsonl                 a line for each logged step and each evaluation
     checkpoint-200/ ...       all that resume needs, in Hugging Face format
     model/                    the model at the end
-    plan.html, step.html, storage.html      for `megatrain report`
+    plan.html, step.html, storage.html, timeline.svg      for `megatrain report`
     megatrain-run.json        the marker: what makes a folder a run, and each entry that the run made
     .megatrain-run.lock       while a command writes; locked (flock), however that command ends
 
@@ -40,7 +40,7 @@ CONFIG, LOG, FINAL = "config.yaml", "log.jsonl", "model"
 WHOLE = "trainer_state.json"                 # of a checkpoint: written last, removed first
 UNFINISHED = ".unfinished"                   # small files of a checkpoint that is being written
 HALF = "model.unfinished"                    # the model at the end, until it has its name
-PAGES = ("plan.html", "step.html", "storage.html", "timeline.svg")     # the last one of older runs
+PAGES = ("plan.html", "step.html", "storage.html", "timeline.svg")
 FILE, SCRATCH = "file", "scratch"            # of an entry that is no folder of files; of one that goes as a whole
 ADAPTER = "adapter_config.json"              # of PEFT: what makes a folder an adapter
 # With names that mt.save gives meanwhile.

@@ -220,6 +220,8 @@ class Streamed:
         (run / "storage.html").write_text(mt.storage(self.model)._repr_html_())
         if steps := self.trace.steps(1):
             (run / "step.html").write_text(steps[-1]._repr_html_())
+            with contextlib.suppress(MegatrainError):        # matplotlib is not needed for training
+                self.trace.picture(run / "timeline.svg")
 
 
 class OfRows(Streamed):

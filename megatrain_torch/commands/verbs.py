@@ -206,12 +206,14 @@ def page(run_folder: Path) -> str:
         f"; {name} {found[name][0][1]:.4g} at first, {found[name][-1][1]:.4g} at last"
         for name in CURVES["loss"] if name in found)
     parts = [f"<h1>{html.escape(run_folder.resolve().name)}</h1><p>{words}.</p>{_curves(found)}"]
-    for title, name in (("The last step, and what bound it", "step.html"),
+    for title, name in (("The last step, and what bound it", "step.html"), ("The last steps", "timeline.svg"),
                         ("Memory, tier by tier", "storage.html"), ("The plan", "plan.html")):
         if (path := run_folder / name).is_file():
             # A page gets a frame in which scripts do not run; the head holds in it too.
-            parts.append(f"<h2>{title}</h2><iframe sandbox style='width:100%;height:32em;border:0' "
-                         f"srcdoc='{html.escape(path.read_text(errors='replace'))}'></iframe>")
+            shown = _picture(path.read_bytes(), "") if path.suffix == ".svg" else (
+                f"<iframe sandbox style='width:100%;height:32em;border:0' "
+                f"srcdoc='{html.escape(path.read_text(errors='replace'))}'></iframe>")
+            parts.append(f"<h2>{title}</h2>{shown}")
     said = html.escape((run_folder / folder.CONFIG).read_text())
     return f"{HEAD}<style>{STYLE}</style>{''.join(parts)}<h2>Settings</h2><pre>{said}</pre>"
 

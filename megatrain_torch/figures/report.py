@@ -1,16 +1,19 @@
-"""What plans, traces and reports show people: tables as text; slices of work on lanes, as a Chrome trace (Perfetto,
-chrome://tracing); and what each resource did in a step, and which bound it."""
+"""What plans, traces and reports show people: tables as text and pictures of bars; slices of work on lanes, as a
+picture and as a Chrome trace (Perfetto, chrome://tracing); and what each resource did in a step, and which bound it."""
 from __future__ import annotations
 
 import bisect
+import contextlib
 import html
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
 from .. import _core
+from ..base.errors import MegatrainError
 from ..base.limits import show_bytes
 
 Table = tuple[str, list[tuple[str, ...]]]   # a title, "" without; rows, the first of which is the head
@@ -43,6 +46,51 @@ class Shown:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
+# ---- kinds of memory -----------------------------------------------------------------------------
+
+_LEAST_SHARE = 0.06                          # of a bar: narrower pieces have no words in them
+
+
+def draw_tiers(path: str | Path, title: str, tiers: list[Tier]) -> None:
+    """A bar for each kind of memory, with what lies there as shares of it. path: .png, .svg or .pdf."""
+    names = [f"{name}\n{show_bytes(most)}" for name, _, most in tiers]
+    with drawing(path, title, names, (10.0, 1.1 * len(tiers) + 1.2), 150) as (figure, axes):
+        from matplotlib import colormaps
+
+        axes.set_prop_cycle(color=colormaps["tab20"].colors)
+        left = [0.0] * len(tiers)
+        for what in dict.fromkeys(what for _, parts, _ in tiers for what, n in parts.items() if n):
+            shares = [parts.get(what, 0) / most for _, parts, most in tiers]
+            bars = axes.barh(range(len(tiers)), shares, left=left, height=0.7, edgecolor="white", label=what)
+            words = [show_bytes(parts[what]) if share > _LEAST_SHARE else ""
+                     for share, (_, parts, _) in zip(shares, tiers)]
+            axes.bar_label(bars, words, label_type="center", fontsize="x-small")
+            left = [sum(pair) for pair in zip(left, shares)]
+        axes.barh(range(len(tiers)), 1, height=0.7, facecolor="none", edgecolor="black", linewidth=0.8)
+        axes.set_xlim(0, 1)
+        axes.xaxis.set_major_formatter("{x:.0%}")
+        figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize="small")
+
+
+@contextlib.contextmanager
+def drawing(path: str | Path | BinaryIO, title: str, rows: list[str], inches: tuple[float, float], dpi: int
+             ) -> Iterator[tuple[Any, Any]]:
+    """(figure, axes) with a named row for each bar, the first at the top; written at the end."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MegatrainError("a picture needs matplotlib: pip install matplotlib") from None
+    figure = Figure(figsize=inches, dpi=dpi, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    yield figure, axes
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_title(title, fontsize="medium", loc="left")
+    figure.savefig(path)
+
+
 # ---- lanes ----------------------------------------------------------------------------------------
 
 LANES = {"compute": "compute", "h2d": "H2D", "d2h": "D2H", "hand-over": "hand-over", "host sum": "host sum",
@@ -51,6 +99,9 @@ LANES = {"compute": "compute", "h2d": "H2D", "d2h": "D2H", "hand-over": "hand-ov
          "disk": "disk", "disk update": "disk update", "swap out": "activations out", "swap back": "activations back",
          "swap disk": "activations on disk"}
 WAITS = "hand-over"             # a lane without work, so that nothing says how busy it is
+COLOURS = {"forward": "#4878a8", "loss": "#8a6fb0", "replay": "#8fb3d1", "backward": "#2b4a6f", "fetch": "#4f9d69",
+           "offload": "#d08a3c", "add": "#b0a14f", "update": "#b5485d", "swap": "#5f9ea0",
+           "read": "#4f9d69", "write": "#d08a3c", "wait": "#dddddd"}
 
 
 class Slice(NamedTuple):
@@ -100,6 +151,37 @@ def chrome_trace(slices: Sequence[Slice], marks: Sequence[int]) -> dict[str, Any
                        "tid": rows.index(s.lane), "ts": (s.begin - start) / 1000, "dur": (s.end - s.begin) / 1000,
                        "args": args})          # times in microseconds
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def draw_lanes(path: str | Path | BinaryIO, slices: Sequence[Slice], marks: Sequence[int], title: str = "") -> None:
+    """Lanes against time from the first mark to the last; how busy each was stands at its right. path: .png, .svg or
+    .pdf; or an open file, for PNG. marks: at least two: when each step shown began, and when the last ended;
+    nanoseconds. Raises MegatrainError without matplotlib."""
+    begin, end = marks[0], marks[-1]
+    lanes = {name: part for name, all_ in by_lane(slices).items() if (part := between(all_, begin, end))}
+    with drawing(path, title, [LANES[name] for name in lanes], (12.0, 4.0), 100) as (figure, axes):
+        from matplotlib.patches import Patch
+
+        beside = axes.get_yaxis_transform()
+        for row, part in enumerate(lanes.values()):
+            spans: dict[tuple[str, bool], list[tuple[float, float]]] = {}
+            odd, unit = False, None
+            for s in part:          # neighbours differ a little in shade, so that units can be told apart
+                odd, unit = odd ^ (s.unit != unit), s.unit
+                spans.setdefault((s.work, odd), []).append(((s.begin - begin) * 1e-6, (s.end - s.begin) * 1e-6))
+            for (work, odd), some in spans.items():
+                axes.broken_barh(some, (row - 0.38, 0.76), facecolor=COLOURS[work], alpha=0.78 if odd else 1.0,
+                                 linewidth=0)
+            share = busy_seconds(part, begin, end) / ((end - begin) * 1e-9)
+            axes.text(1.01, row, f"{share:.0%}", transform=beside, va="center")
+        axes.text(1.01, -0.5, "busy", transform=beside, va="bottom", fontsize="small")
+        for mark in marks:
+            axes.axvline((mark - begin) * 1e-6, color="black", linewidth=0.8, linestyle=":")
+        axes.set_xlim(0, (end - begin) * 1e-6)
+        axes.set_xlabel("ms")
+        shown = {s.work for part in lanes.values() for s in part}
+        patches = [Patch(color=colour, label=work) for work, colour in COLOURS.items() if work in shown]
+        figure.legend(handles=patches, loc="outside upper right", ncols=len(patches), frameon=False, fontsize="small")
 
 
 # ---- steps -----------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from ..base.modes import (
     check_states,
     read,
 )
-from ..figures.report import LANES, Shown, Table, Tier, bytes_table
+from ..figures.report import LANES, Shown, Table, Tier, bytes_table, draw_tiers
 from ..store.disk import FROZEN, PADDING, SPILLED, Disk
 from .changes import refusal
 from .machine import Machine, resolve
@@ -151,6 +152,14 @@ class Plan(Shown):
         """(title, bytes by what they hold, bytes there are) of each kind of memory."""
         found = self.fleet.tiers(self.machine, self.vram, self.host)
         return [*found, ("disk", self.disk, self.disk_room)] if self.disk else found
+
+    def picture(self, path: str | Path) -> None:
+        """Draws what lies in which memory; .png, .svg or .pdf.
+
+        Raises:
+            MegatrainError: matplotlib is not installed.
+        """
+        draw_tiers(path, self._head(), self.tiers)
 
     def _head(self) -> str:
         frozen = "all trained" if self.trained == self.parameters else f"{self.trained:,} trained"

@@ -3,6 +3,7 @@ records what every queue does while it trains."""
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import threading
 import time
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from ..figures.report import (
     by_lane,
     bytes_table,
     chrome_trace,
+    draw_lanes,
     measure,
 )
 from ..graph.door import UNTRACED
@@ -217,6 +219,7 @@ def choices(argument: str) -> tuple[str, ...]:
 
 KEPT = 100_000          # slices; some hundred steps of a large model
 TAKEN_EVERY = 4         # steps: the engine keeps some 16,000 records
+PICTURED = 3            # steps in a picture
 SEAM_NS = 5_000         # pieces of one window nearer than this are one slice
 _LANES = {number: name for name, number in _core.LANES.items()}
 _WORKS = {number: name for name, number in _core.WORKS.items()}
@@ -230,6 +233,7 @@ def trace(model: nn.Module) -> Iterator[Trace]:
             train(model)
         print(t.steps()[-1])
         t.chrome("steps.json")
+        t.picture("steps.png")
 
     Costs two time stamps for each copy, window and update, a few hundred microseconds a step. The end waits for all
     work under way. `mt.last_step(model)` is the last finished step while a trace is on.
@@ -423,6 +427,27 @@ class Trace:
     def chrome(self, path: str | Path) -> None:
         """Writes all slices as a Chrome trace, JSON, for https://ui.perfetto.dev or chrome://tracing."""
         Path(path).write_text(json.dumps(chrome_trace(self.slices(), [*self._between_steps().values()])))
+
+    def picture(self, path: str | Path | BinaryIO, steps: int = PICTURED) -> None:
+        """Draws the last finished steps, lanes against time; .png, .svg or .pdf; PNG into an open file.
+
+        Raises:
+            MegatrainError: no step is finished, or matplotlib is not installed.
+        """
+        slices = self.slices()
+        marks = [*self._between_steps().values()][-(steps + 1):]
+        if len(marks) < 2:
+            raise MegatrainError("no step is finished yet: leave the `with` first, or train another step")
+        draw_lanes(path, slices, marks, self.steps(1)[0].why)
+
+    def _repr_png_(self) -> bytes | None:
+        """The picture, for notebooks; None where there is none to draw."""
+        drawn = io.BytesIO()
+        try:
+            self.picture(drawn)
+        except MegatrainError:
+            return None
+        return drawn.getvalue()
 
 
 def _joined(compute: list[Slice], marks: list[int]) -> list[Slice]:
