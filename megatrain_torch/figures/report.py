@@ -172,7 +172,7 @@ def draw_lanes(path: str | Path | BinaryIO, slices: Sequence[Slice], marks: Sequ
             for (work, odd), some in spans.items():
                 axes.broken_barh(some, (row - 0.38, 0.76), facecolor=COLOURS[work], alpha=0.78 if odd else 1.0,
                                  linewidth=0)
-            share = busy_seconds(part, begin, end) / ((end - begin) * 1e-9)
+            share = sum(min(s.end, end) - max(s.begin, begin) for s in part if s.work != "wait") / (end - begin)
             axes.text(1.01, row, f"{share:.0%}", transform=beside, va="center")
         axes.text(1.01, -0.5, "busy", transform=beside, va="bottom", fontsize="small")
         for mark in marks:
