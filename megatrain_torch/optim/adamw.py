@@ -234,7 +234,18 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         self._handed, self._early, self._norm = self._early, [], None
         limit, self._limit_once = min(self.max_grad_norm or math.inf, self._limit_once), math.inf
-        units = self._units()
+        if not any(self.state.values()):
+            self._ask_for_room()             # the gradients have come since
+        units: dict[int, list[Work]] = {}
+        for group in self.param_groups:
+            numbers = _numbers(group)
+            for p in group["params"]:
+                if isinstance(p, StreamedParameter):
+                    if (work := self._work(p, numbers)) is not None:
+                        units.setdefault(p._mt.unit, []).append(work)
+                elif p.grad is not None:
+                    raise MegatrainError(f"{_NOT_STREAMED}: one of {list(p.shape)} has a gradient; stream the module "
+                                         "that has it too, or give it to torch.optim.AdamW")
         if units:
             self._handed.append(self._hand(rt, sorted(units.items()), limit))
         self._done.clear()
@@ -247,23 +258,6 @@ class AdamW(torch.optim.Optimizer):
         if rt is not None and rt.exchange is not None:
             rt.exchange.stepped()
         return loss
-
-    def _units(self) -> dict[int, list[Work]]:
-        """What the step asks of the engine, by unit. Raises MegatrainError: states do not fit; a parameter with a
-        gradient is not streamed, or its group or state is not to be used."""
-        units: dict[int, list[Work]] = {}
-        if not any(self.state.values()):
-            self._ask_for_room()              # the gradients have come since
-        for group in self.param_groups:
-            numbers = _numbers(group)
-            for p in group["params"]:
-                if isinstance(p, StreamedParameter):
-                    if (work := self._work(p, numbers)) is not None:
-                        units.setdefault(p._mt.unit, []).append(work)
-                elif p.grad is not None:
-                    raise MegatrainError(f"{_NOT_STREAMED}: one of {list(p.shape)} has a gradient; stream the module "
-                                         "that has it too, or give it to torch.optim.AdamW")
-        return units
 
     def _hand(self, rt: Runtime, units: list[tuple[int, list[Work]]], limit: float) -> _Handed:
         """Submits updates; from here on they count as steps."""
@@ -367,7 +361,10 @@ class AdamW(torch.optim.Optimizer):
             if self._steps == steps:           # before any step: of what was updated in backward, else on the host
                 if self._early:
                     return math.hypot(*(h.result()[0] for h in self._early))
-                return _norm(_grads(p for g in self.param_groups for p in g["params"]))
+                params = (p for g in self.param_groups for p in g["params"])         # waits for their gradients
+                grads = [gradient.peek(p._mt) if isinstance(p, StreamedParameter) else p.grad for p in params]
+                return math.hypot(*(torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in grads
+                                    if g is not None))
             self._catch_up()                   # the step was just the next: a later one takes the norm before it begins
             return self._norm or 0.0
 
@@ -583,16 +580,6 @@ def _numbers(group: dict[str, Any]) -> tuple[float, ...]:
     b1, b2 = group["betas"]
     return (float(group["lr"]), float(b1), float(b2), float(group["eps"]), float(group["weight_decay"]),
             int(group["maximize"]))
-
-
-def _grads(params: Iterable[Tensor]) -> list[Tensor]:
-    """Those that there are, for reading on the host; waits for them."""
-    found = [gradient.peek(p._mt) if isinstance(p, StreamedParameter) else p.grad for p in params]
-    return [g for g in found if g is not None]
-
-
-def _norm(grads: list[Tensor]) -> float:
-    return math.hypot(*(torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in grads))
 
 
 def _fill(norm: weakref.ref[Late] | None) -> None:

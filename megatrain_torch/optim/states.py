@@ -103,7 +103,10 @@ def moment_planes(record: Record) -> dict[str, str]:
 def load_moments(record: Record, values: dict[str, Any]) -> None:
     """From a state_dict of any format, by way of fp32 where it is another; to 8 bits rounded to nearest."""
     mine = moment_planes(record)
-    check_scales(record.name, record.numel, values)
+    groups, scales = -(-record.numel // GROUP), values.get(CODES[2])
+    if scales is not None and scales.shape != (groups, 2):
+        raise MegatrainError(f"{record.name}: scales of shape {list(scales.shape)} in the state to load; its "
+                             f"{record.numel} elements have [{groups}, 2]")
     if next(iter(mine)) in values:
         for name, plane in mine.items():
             record.view(plane).copy_(values_of(values[name]))
@@ -157,13 +160,6 @@ def check_state(name: str, shape: Any, values: dict[str, Any]) -> dict[str, Any]
                                  f"{list(getattr(values[key], 'shape', ())) or values[key]!r}, and the parameter is "
                                  f"{list(shape)}")
     return values
-
-
-def check_scales(name: str, numel: int, values: dict[str, Any]) -> None:
-    groups = -(-numel // GROUP)
-    if CODES[2] in values and values[CODES[2]].shape != (groups, 2):
-        raise MegatrainError(f"{name}: scales of shape {list(values[CODES[2]].shape)} in the state to load; its "
-                             f"{numel} elements have [{groups}, 2]")
 
 
 def decoded(shape: Any, stride: Any, values: dict[str, Any]) -> tuple[Tensor, Tensor]:
