@@ -545,5 +545,3 @@ def test_copies_are_refused_by_name_where_states_are_the_stores() -> None:
     for copied in (copy.deepcopy, pickle.dumps, copy.copy):
         with pytest.raises(mt.MegatrainError, match=r"neither copied nor pickled.*state_dict"):
             copied(opt)
-    opt = copy.deepcopy(mt.AdamW(plain_dots().parameters(), max_grad_norm=0.1))
-    assert opt.max_grad_norm == 0.1 and opt.grad_norm is None

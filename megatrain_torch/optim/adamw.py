@@ -103,7 +103,7 @@ class AdamW(torch.optim.Optimizer):
     Source: Loshchilov & Hutter 2019, Algorithm 2.
     """
 
-    _known: list[int] = []           # ids of parameters as of the last look; they differ in a copy
+    _known: list[int] = []           # ids of parameters as of the last look
 
     def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-8, weight_decay: float = 1e-2, *, max_grad_norm: float | None = None,
@@ -141,7 +141,6 @@ class AdamW(torch.optim.Optimizer):
         self._states = states
         self._keys: dict[Tensor, int] = {}                 # what a parameter's rounding is drawn from: its number
         self._served: Runtime | None = None                # of the model whose parameters it has, or had
-        self._copied = (*vars(self), "_copied")            # what a copy has beside what torch's has
         if "torch._dynamo" not in sys.modules:
             # torch imports it as the first optimizer of a process is made, and keeps a traceback whose frames would
             # hold that optimizer, its parameters and so the store: a thread's hold nothing.
@@ -341,7 +340,7 @@ class AdamW(torch.optim.Optimizer):
         with torch._C.DisableTorchFunctionSubclass():
             theirs = {p for p in params if p.grad is not None}
             used = {p for p in mine if p.grad is not None}
-        return theirs == used and mine <= set(params) and all(isinstance(p, StreamedParameter) for p in used)
+        return theirs == used and mine <= set(params)
 
     def clip_next(self, limit: float) -> Late:
         """The next step() clips the global norm of its gradients to this; they stay as they are until then.
@@ -479,15 +478,9 @@ class AdamW(torch.optim.Optimizer):
     # ---- copies ----
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copy.deepcopy and pickle.
-
-        Raises:
-            MegatrainError: it has streamed parameters.
-        """
-        if self._served is not None:
-            raise MegatrainError("an mt.AdamW of streamed parameters can be neither copied nor pickled: its states are "
-                                 "in the model's store; use state_dict(), or mt.save")
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in self._copied}}
+        """Raises MegatrainError, for copy.deepcopy and pickle."""
+        raise MegatrainError("an mt.AdamW can be neither copied nor pickled: its states are in the model's store; use "
+                             "state_dict(), or mt.save")
 
     # ---- saving and loading ----
 
