@@ -92,8 +92,9 @@ class AdamW(torch.optim.Optimizer):
         in_backward: update each unit as soon as backward has its gradient, without waiting for
             step(). A promise that every backward() is followed by step() and that nobody changes
             gradients or `param_groups` in between; needs max_grad_norm=None.
-        nonfinite: a step whose gradients are not all finite changes nothing; with in_backward that goes for each unit.
-            "skip" counts the step (`skipped_steps`), "raise" also raises at the next step().
+
+    A step whose gradients are not all finite changes nothing and is counted (`skipped_steps`); with in_backward that
+    goes for each unit.
 
     Raises:
         MegatrainError: an argument is outside its range. An option of torch's AdamW is not supported here
@@ -108,7 +109,7 @@ class AdamW(torch.optim.Optimizer):
     def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-8, weight_decay: float = 1e-2, *, max_grad_norm: float | None = None,
                  states: str | None = None, maximize: bool = False, in_backward: bool = False,
-                 nonfinite: str = "skip", **torch_only: Any) -> None:
+                 **torch_only: Any) -> None:
         for name in torch_only:
             if name not in (*REFUSED, "foreach", "fused"):
                 raise TypeError(f"AdamW() got an unexpected keyword argument {name!r}")
@@ -121,11 +122,9 @@ class AdamW(torch.optim.Optimizer):
             raise MegatrainError(f"AdamW: betas={betas}, eps={eps}, weight_decay={weight_decay}: "
                                  "betas in [0, 1), the others >= 0")
         check_states(states or "fp32")
-        if nonfinite not in ("skip", "raise"):
-            raise MegatrainError(f"AdamW: nonfinite={nonfinite!r}: 'skip' or 'raise'")
         _check_limit(max_grad_norm, in_backward)
         self.max_grad_norm = max_grad_norm
-        self._nonfinite, self._in_backward = nonfinite, in_backward
+        self._in_backward = in_backward
         self._handed: list[_Handed] = []                   # by the last step; taken by _catch_up
         self._early: list[_Handed] = []                    # by the backward under way, for the next step
         # Updated in the backward under way: what a parameter's group said then, by its pid.
@@ -137,7 +136,6 @@ class AdamW(torch.optim.Optimizer):
         self._asked: weakref.ref[Late] | None = None      # for the next step; taken over by it
         self._late: weakref.ref[Late] | None = None       # of the last step
         self._skipped = 0
-        self._complaint = ""
         self._states = states
         self._keys: dict[Tensor, int] = {}                 # what a parameter's rounding is drawn from: its number
         self._served: Runtime | None = None                # of the model whose parameters it has, or had
@@ -202,10 +200,9 @@ class AdamW(torch.optim.Optimizer):
         Returns at once, with the closure's result if there is one.
 
         Raises:
-            MegatrainError: a worker failed since the last call. The model was unstreamed. nonfinite="raise", and the
-                step before this one was skipped. in_backward=True, and a gradient or its group changed after its
-                update. What was written to `state` or `param_groups` cannot be used. A parameter with a gradient is not
-                streamed.
+            MegatrainError: a worker failed since the last call. The model was unstreamed. in_backward=True, and a
+                gradient or its group changed after its update. What was written to `state` or `param_groups` cannot be
+                used. A parameter with a gradient is not streamed.
         """
         _take_clipping()
         _check_limit(self.max_grad_norm, self._in_backward)
@@ -224,9 +221,6 @@ class AdamW(torch.optim.Optimizer):
         _fill(self._late)                    # somebody may hold it: from here on `_norm` is this step's
         self._late, self._asked = self._asked, None
         self._steps += 1
-        complaint, self._complaint = self._complaint, ""
-        if complaint and self._nonfinite == "raise":
-            raise MegatrainError(complaint)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -317,8 +311,6 @@ class AdamW(torch.optim.Optimizer):
             with torch._C.DisableTorchFunctionSubclass():
                 torch._foreach_sub_([step for h in skipped for step in h.steps], 1)
             self._skipped += 1
-            self._complaint = (f"step skipped: the global gradient norm was {self._norm}; weights and states are as "
-                               "before")
 
     def _check_served(self) -> None:
         """That the store with states of its parameters is not gone."""
