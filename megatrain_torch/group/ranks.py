@@ -153,11 +153,10 @@ def _end(group: Any, failed: bool) -> None:
 
 
 def ranks_of(group: Any) -> Ranks | None:
-    """group: a ProcessGroup, a DeviceMesh of one dimension, or None, the default one. None: this process is alone.
+    """group: a ProcessGroup, or None, the default one. None: this process is alone.
 
     Raises:
-        MegatrainError: a mesh of several dimensions, or another thing; or a launcher started several processes, and
-            they have no group.
+        MegatrainError: another thing; or a launcher started several processes, and they have no group.
     """
     if not dist.is_available() or not dist.is_initialized():
         many = os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else "1"
@@ -167,13 +166,8 @@ def ranks_of(group: Any) -> Ranks | None:
                                  "init_process_group() before, or each trains a model of its own")
         return None
     data = dist.group.WORLD if group is None else group
-    if isinstance(group, dist.device_mesh.DeviceMesh):
-        if group.ndim != 1:
-            raise MegatrainError(f"group=: a mesh of {group.ndim} dimensions {group.mesh_dim_names}; give the one in "
-                                 "which ranks have different data: mesh['dp']")
-        data = group.get_group()
     if not isinstance(data, dist.ProcessGroup):
-        raise MegatrainError(f"group={group!r}: a ProcessGroup or a DeviceMesh of one dimension")
+        raise MegatrainError(f"group={group!r}: a ProcessGroup is needed; of a DeviceMesh mesh['dp'].get_group()")
     return Ranks(data) if dist.get_world_size(data) > 1 else None
 
 

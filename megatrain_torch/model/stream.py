@@ -91,10 +91,9 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
             are rounded to 8 bits with a scale for each row, sums are fp32. docs/numerics.md says what that changes,
             mt.explain which layers have it. None: a plan's, else "bf16".
         plan: what mt.plan returned; it stays in force. Or a dict by hand, with the keys in docs/plans.md.
-        group: processes that train the model together, each on its own data: a ProcessGroup, or a DeviceMesh of one
-            dimension. None: all processes of torch.distributed, if that is initialized (docs/several-gpus.md). All get
-            the first one's weights and buffers. On a machine, processes other than the first may have the model on
-            the meta device.
+        group: processes that train the model together, each on its own data: a ProcessGroup. None: all processes of
+            torch.distributed, if that is initialized (docs/several-gpus.md). All get the first one's weights and
+            buffers. On a machine, processes other than the first may have the model on the meta device.
         reduce: what becomes of the processes' gradients: "mean" as with DistributedDataParallel, or "sum".
 
     Raises:
