@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -70,7 +71,9 @@ def _as_ddp(train: Callable[[int, Any, Any, Any], None], count: int = 1) -> Call
         plain = [Choosy() for _ in range(count)]
         models = [mt.stream(copy.deepcopy(m), "cpu", group=group, plan=plan) for m in plain]
         ddp = [DistributedDataParallel(m, process_group=group, find_unused_parameters=True) for m in plain]
-        train(rank, models, models, mt.AdamW([p for m in models for p in m.parameters()], lr=1e-2))
+        opts = [mt.AdamW(m.parameters(), lr=1e-2) for m in models]
+        train(rank, models, models, SimpleNamespace(step=lambda: [o.step() for o in opts],
+                                                    zero_grad=lambda **how: [o.zero_grad(**how) for o in opts]))
         train(rank, ddp, plain, torch.optim.AdamW([p for m in plain for p in m.parameters()], lr=1e-2))
         pairs = [(a.detach().clone(), b) for m, n in zip(models, plain) for a, b in zip(m.parameters(), n.parameters())]
         for m in models:

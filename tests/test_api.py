@@ -23,7 +23,7 @@ import megatrain_torch as mt
 from megatrain_torch import cli
 from megatrain_torch.base.testing import Doors, engine_doors, opened
 from megatrain_torch.commands.settings import Settings
-from megatrain_torch.model.choices import refuse_packed
+from megatrain_torch.model.choices import check_model
 from megatrain_torch.model.stream import runtime_of
 
 
@@ -367,10 +367,10 @@ def test_codes_in_buffers_give_the_same_bits_on_the_cpu_and_are_refused_on_a_gpu
     wanted.backward()
     grads = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    refuse_packed(model, torch.device("cuda"))               # a class of one's own
+    check_model(model, torch.device("cuda"), None, False)               # a class of one's own
     monkeypatch.setattr(Packed, "__module__", "gptqmodel.nn_modules.qlinear.torch")
     with pytest.raises(mt.MegatrainError, match=r"module '1' \(Packed\) keeps its codes in buffers.*base='nf4'"):
-        refuse_packed(model, torch.device("cuda"))
+        check_model(model, torch.device("cuda"), None, False)
     model = mt.stream(model, "cpu")
     found = model(x).sum()
     found.backward()

@@ -326,18 +326,6 @@ def test_a_checkpoint_has_the_count_that_is_shown(tmp_path: Path) -> None:
     assert {int(s["step"]) for s in each(opt)} == {41}
 
 
-def test_a_number_may_be_the_count_of_a_parameter_that_is_not_streamed() -> None:
-    models = plain_dots(), plain_dots()
-    for model, count in zip(models, (0, torch.tensor(0.0))):
-        opt = mt.AdamW(model.parameters(), **HYPER)
-        feed(model, opt, grads_for(model, 0))
-        for s in each(opt):
-            s["step"] = count if isinstance(count, int) else count.clone()
-        fed(model, opt, range(1, 3))
-        assert {int(s["step"]) for s in each(opt)} == {2}
-    assert all(torch.equal(p, q) for p, q in zip(models[0].parameters(), models[1].parameters()))
-
-
 @pytest.mark.parametrize("bad", [-1, 0.5, math.nan, "2", torch.ones(2)], ids=str)
 def test_a_count_that_is_none_is_named(bad: Any) -> None:
     model, opt = trained(mt.AdamW)

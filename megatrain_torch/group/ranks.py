@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import os
 import signal
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,9 +23,8 @@ from torch import distributed as dist
 from ..base.errors import MegatrainError
 from .control import PATIENCE, Control
 
-_LAUNCHER_S = 1.0            # from one look for the launcher to the next
 _CONNECT_BYTES = 16 << 20    # to each rank
-_watching = threading.Lock() # taken for good by the first
+_PR_SET_PDEATHSIG = 1        # of linux/prctl.h
 
 
 class Ranks:
@@ -160,11 +158,10 @@ def _end(group: Any, failed: bool) -> None:
 
 
 def ranks_of(group: Any) -> Ranks | None:
-    """group: a ProcessGroup, a DeviceMesh of one dimension, or None, the default one. None: this process is alone.
+    """group: a ProcessGroup, or None, the default one. None: this process is alone.
 
     Raises:
-        MegatrainError: a mesh of several dimensions, or another thing; or a launcher started several processes, and
-            they have no group.
+        MegatrainError: another thing; or a launcher started several processes, and they have no group.
     """
     if not dist.is_available() or not dist.is_initialized():
         many = os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else "1"
@@ -174,13 +171,8 @@ def ranks_of(group: Any) -> Ranks | None:
                                  "init_process_group() before, or each trains a model of its own")
         return None
     data = dist.group.WORLD if group is None else group
-    if isinstance(group, dist.device_mesh.DeviceMesh):
-        if group.ndim != 1:
-            raise MegatrainError(f"group=: a mesh of {group.ndim} dimensions {group.mesh_dim_names}; give the one in "
-                                 "which ranks have different data: mesh['dp']")
-        data = group.get_group()
     if not isinstance(data, dist.ProcessGroup):
-        raise MegatrainError(f"group={group!r}: a ProcessGroup or a DeviceMesh of one dimension")
+        raise MegatrainError(f"group={group!r}: a ProcessGroup is needed; of a DeviceMesh mesh['dp'].get_group()")
     return Ranks(data) if dist.get_world_size(data) > 1 else None
 
 
@@ -236,17 +228,7 @@ def shared(ranks: Ranks, own: int) -> int:
                                  "processes of one machine have to be one user's, and in one container") from error
 
 
-# ---- the process that started this one, and others beside it: where it is killed, nobody is left to end them ----
-
-def watch_torchrun() -> None:
-    """Where torchrun started this process, it is told to end, by SIGTERM, when that is gone."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and _watching.acquire(blocking=False):
-        threading.Thread(target=_end_with, args=(os.getppid(),), name="mt-launcher", daemon=True).start()
-
-
-def _end_with(launcher: int) -> None:
-    while os.getppid() == launcher:
-        time.sleep(_LAUNCHER_S)
-    print(f"megatrain_torch: the launcher (process {launcher}) ended, and so does rank {os.environ.get('RANK', '?')}",
-          file=sys.stderr, flush=True)
-    os.kill(os.getpid(), signal.SIGTERM)
+def end_with_torchrun() -> None:
+    """Where torchrun started this process, the kernel sends it SIGTERM when that is killed, for nobody else ends it."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

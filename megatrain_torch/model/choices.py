@@ -58,7 +58,12 @@ def check_model(module: nn.Module, where: torch.device, dtype: torch.dtype | Non
     for name, m in module.named_modules():
         if getattr(m, "sparse", False) is True and isinstance(m, (nn.Embedding, nn.EmbeddingBag)):
             raise MegatrainError(f"module {name!r} makes sparse gradients; build it with sparse=False")
-    refuse_packed(module, where)
+        # A load on the CPU gave a linear layer of gptqmodel's (GPTQ, AWQ) a kernel for that.
+        if where.type != "cpu" and "qweight" in m._buffers and any(
+                c.__module__.partition(".")[0] == "gptqmodel" for c in type(m).__mro__):
+            raise MegatrainError(f"module {name!r} ({type(m).__name__}) keeps its codes in buffers, which are not "
+                                 "streamed: all of them would lie on the GPU, and no plan counts them. Take the "
+                                 "checkpoint of 16 bits: mt.from_pretrained(..., base='nf4') makes codes that stream")
 
 
 def _problem(p: nn.Parameter, bare: bool) -> str:
@@ -79,16 +84,6 @@ def _problem(p: nn.Parameter, bare: bool) -> str:
     if p.dtype not in DTYPES:
         return f"has type {p.dtype}; supported: {', '.join(str(d) for d in DTYPES)}"
     return ""
-
-
-def refuse_packed(module: nn.Module, where: torch.device) -> None:
-    """Raises: on a GPU, a linear layer of gptqmodel's (GPTQ, AWQ): a load on the CPU gave it a kernel for that, and its
-    codes, which are buffers, would lie on the device whatever its limit is."""
-    for name, m in module.named_modules() if where.type != "cpu" else ():
-        if "qweight" in m._buffers and any(c.__module__.partition(".")[0] == "gptqmodel" for c in type(m).__mro__):
-            raise MegatrainError(f"module {name!r} ({type(m).__name__}) keeps its codes in buffers, which are not "
-                                 "streamed: all of them would lie on the GPU, and no plan counts them. Take the "
-                                 "checkpoint of 16 bits: mt.from_pretrained(..., base='nf4') makes codes that stream")
 
 
 # ---- how ----

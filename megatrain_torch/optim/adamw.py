@@ -25,12 +25,13 @@ from ..store.guard import StreamedParameter, guard, plain, take_back
 from ..store.records import DTYPES, Record
 from ..store.state import in_backward
 from . import states as stored
-from .states import CODES, MOMENTS, Late
+from .states import CODES, Late
 
 if TYPE_CHECKING:
     from ..model.runtime import Runtime
 
 REFUSED = ("amsgrad", "differentiable", "capturable")       # of torch's AdamW
+_NOT_STREAMED = "AdamW: it updates parameters of a streamed model"
 RESULTS_KEPT = 64       # of an engine's updates that may be unread before the oldest is asked for; it keeps 128
 
 
@@ -53,9 +54,8 @@ def _check_limit(max_grad_norm: float | None, in_backward: bool) -> None:
 
 
 class _Handed(NamedTuple):
-    """Updates handed to one model's engine."""
+    """Updates handed to the engine."""
 
-    runtime: Runtime
     steps: list[Tensor]         # counts that took this update for done; of a skipped one they are taken back
     result: Callable[[], tuple[float, int]]     # norm before clipping, units skipped; waits for the gradients
 
@@ -77,9 +77,7 @@ class AdamW(torch.optim.Optimizer):
     Updates use what `state` and `param_groups` show. You may write `opt.state[p]["step"]` and moments, through views
     too, put other tensors or dicts in their place, or call `opt.state.clear()`.
 
-    Parameters that are not streamed are updated too. 16-bit ones get an fp32 master and fp32 moments, as streamed ones;
-    torch's own functions update the others. With such parameters, or those of several streamed models, step() waits for
-    the gradients and clips them in place.
+    All parameters that train are those of one streamed model; another optimizer takes others, such as torch's.
 
     Args:
         params: as in torch: parameters, (name, parameter) pairs, or groups.
@@ -90,12 +88,13 @@ class AdamW(torch.optim.Optimizer):
             "fp32": 12. "8bit": 6.06, moments in 8 bits with fp32 scales for every 128 elements. "8bit-sr": 4.06, the
             same without a master: the weight is rounded stochastically.
             Of fp32 and fp16 parameters only the moments change. None: as mt.stream's plan has it, else "fp32".
-            A model's states are of one format. Parameters that are not streamed keep fp32 ones.
+            A model's states are of one format.
         in_backward: update each unit as soon as backward has its gradient, without waiting for
             step(). A promise that every backward() is followed by step() and that nobody changes
             gradients or `param_groups` in between; needs max_grad_norm=None.
-        nonfinite: a step whose gradients are not all finite changes nothing; with in_backward that goes for each unit.
-            "skip" counts the step (`skipped_steps`), "raise" also raises at the next step().
+
+    A step whose gradients are not all finite changes nothing and is counted (`skipped_steps`); with in_backward that
+    goes for each unit.
 
     Raises:
         MegatrainError: an argument is outside its range. An option of torch's AdamW is not supported here
@@ -105,12 +104,12 @@ class AdamW(torch.optim.Optimizer):
     Source: Loshchilov & Hutter 2019, Algorithm 2.
     """
 
-    _known: list[int] = []           # ids of parameters as of the last look; they differ in a copy
+    _known: list[int] = []           # ids of parameters as of the last look
 
     def __init__(self, params: Iterable[Any], lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-8, weight_decay: float = 1e-2, *, max_grad_norm: float | None = None,
                  states: str | None = None, maximize: bool = False, in_backward: bool = False,
-                 nonfinite: str = "skip", **torch_only: Any) -> None:
+                 **torch_only: Any) -> None:
         for name in torch_only:
             if name not in (*REFUSED, "foreach", "fused"):
                 raise TypeError(f"AdamW() got an unexpected keyword argument {name!r}")
@@ -123,11 +122,9 @@ class AdamW(torch.optim.Optimizer):
             raise MegatrainError(f"AdamW: betas={betas}, eps={eps}, weight_decay={weight_decay}: "
                                  "betas in [0, 1), the others >= 0")
         check_states(states or "fp32")
-        if nonfinite not in ("skip", "raise"):
-            raise MegatrainError(f"AdamW: nonfinite={nonfinite!r}: 'skip' or 'raise'")
         _check_limit(max_grad_norm, in_backward)
         self.max_grad_norm = max_grad_norm
-        self._nonfinite, self._in_backward = nonfinite, in_backward
+        self._in_backward = in_backward
         self._handed: list[_Handed] = []                   # by the last step; taken by _catch_up
         self._early: list[_Handed] = []                    # by the backward under way, for the next step
         # Updated in the backward under way: what a parameter's group said then, by its pid.
@@ -139,11 +136,9 @@ class AdamW(torch.optim.Optimizer):
         self._asked: weakref.ref[Late] | None = None      # for the next step; taken over by it
         self._late: weakref.ref[Late] | None = None       # of the last step
         self._skipped = 0
-        self._complaint = ""
         self._states = states
         self._keys: dict[Tensor, int] = {}                 # what a parameter's rounding is drawn from: its number
-        self._served: set[Any] = set()                     # runtimes whose parameters it has, or had
-        self._copied = (*vars(self), "_copied")            # what a copy has beside what torch's has
+        self._served: Runtime | None = None                # of the model whose parameters it has, or had
         if "torch._dynamo" not in sys.modules:
             # torch imports it as the first optimizer of a process is made, and keeps a traceback whose frames would
             # hold that optimizer, its parameters and so the store: a thread's hold nothing.
@@ -155,7 +150,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _ask_for_room(self) -> None:
         """Refuses before planes are made that do not fit."""
-        for rt in self._runtimes():
+        if (rt := self._served) is not None:
             try:
                 rt.room.states(rt.core)
             except MegatrainError as error:
@@ -174,24 +169,27 @@ class AdamW(torch.optim.Optimizer):
             check_group(group)
         params = [p for group in self.param_groups for p in group["params"]]
         ids = [id(p) for p in params]
-        if ids == self._known:
+        if ids == self._known and self._served is not None:
             return
         if len(set(ids)) < len(ids):
             raise ValueError("some parameters appear in more than one parameter group")
-        runtimes = self._runtimes()
-        for rt in runtimes if self._states is not None else ():
-            rt.choose_states(self._states)
-        for rt in [rt for rt in runtimes if rt not in self._served]:
-            if rt.planning is not None:
-                rt.planning.adam = True
-            if rt.planning is None or not rt.planning.pending:           # else the plan to come asks
-                rt.room.states(rt.core)
-        self._served.update(runtimes)
+        runtimes = {p._mt.runtime for p in params if isinstance(p, StreamedParameter)}
+        if len(runtimes | {self._served} - {None}) > 1:
+            raise MegatrainError("AdamW: these are parameters of several streamed models: make an mt.AdamW for each")
+        for rt in runtimes:
+            if self._states is not None:
+                rt.choose_states(self._states)
+            if rt is not self._served:
+                if rt.planning is not None:
+                    rt.planning.adam = True
+                if rt.planning is None or not rt.planning.pending:       # else the plan to come asks
+                    rt.room.states(rt.core)
+            self._served = rt
+            if self._in_backward:
+                rt.handover.observer = weakref.ref(self)     # the model tells of its gradients in backward
         for p in params:
             self._keys.setdefault(p, len(self._keys))
         self._known = ids
-        for rt in self._runtimes() if self._in_backward else ():
-            rt.handover.observer = weakref.ref(self)         # models tell of their gradients in backward
 
     # ---- stepping ----
 
@@ -202,75 +200,57 @@ class AdamW(torch.optim.Optimizer):
         Returns at once, with the closure's result if there is one.
 
         Raises:
-            MegatrainError: a worker failed since the last call. The model was unstreamed. nonfinite="raise", and the
-                step before this one was skipped. in_backward=True, and a gradient or its group changed after its
-                update. What was written to `state` or `param_groups` cannot be used.
+            MegatrainError: a worker failed since the last call. The model was unstreamed. in_backward=True, and a
+                gradient or its group changed after its update. What was written to `state` or `param_groups` cannot be
+                used. A parameter with a gradient is not streamed.
         """
         _take_clipping()
         _check_limit(self.max_grad_norm, self._in_backward)
         self._check_served()
         self._adopt()
-        with contextlib.ExitStack() as doors:            # a thread that evaluates sees weights of one step
-            for rt in self._in_order():
-                doors.enter_context(rt.door.held(in_backward()))
-            return self._step(closure)
-
-    def _in_order(self) -> list[Runtime]:
-        """Models it serves, in one order in all threads and processes: they wait for one another."""
-        return sorted(self._served, key=lambda rt: rt.records[0].pid)
+        rt = self._served
+        with contextlib.nullcontext() if rt is None else rt.door.held(in_backward()):    # another thread that evaluates
+            return self._step(closure)                                                   # sees weights of one step
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        for rt in self._served:
+        rt = self._served
+        if rt is not None:
             rt.handover.broken_off()
         self._catch_up()                     # waits for the gradients of the step before, not for its updates
         self._take_states()
         _fill(self._late)                    # somebody may hold it: from here on `_norm` is this step's
         self._late, self._asked = self._asked, None
         self._steps += 1
-        complaint, self._complaint = self._complaint, ""
-        if complaint and self._nonfinite == "raise":
-            raise MegatrainError(complaint)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._handed, self._early, self._norm = self._early, [], None
-        elsewhere = self._gradients_elsewhere()
         limit, self._limit_once = min(self.max_grad_norm or math.inf, self._limit_once), math.inf
-        if not elsewhere:
-            self._step_all(limit)
-        elif self._clip_here(elsewhere):
-            self._step_all(math.inf)
-        self._done.clear()
-        for rt in {h.runtime for h in self._handed}:
-            rt.homes.arrivals.stepped()
-            rt.handover.unstepped = False
-        for rt in self._in_order():
-            if rt.planning is not None:
-                rt.planning.stepped()
-            if rt.exchange is not None:
-                rt.exchange.stepped()
-        return loss
-
-    def _step_all(self, limit: float) -> None:
         if not any(self.state.values()):
-            self._ask_for_room()              # the gradients have come since
-        streamed: dict[Runtime, dict[int, list[Work]]] = {}      # by runtime and unit
-        others: list[tuple[Tensor, dict[str, Any]]] = []     # with their groups
+            self._ask_for_room()             # the gradients have come since
+        units: dict[int, list[Work]] = {}
         for group in self.param_groups:
             numbers = _numbers(group)
             for p in group["params"]:
                 if isinstance(p, StreamedParameter):
                     if (work := self._work(p, numbers)) is not None:
-                        streamed.setdefault(p._mt.runtime, {}).setdefault(p._mt.unit, []).append(work)
+                        units.setdefault(p._mt.unit, []).append(work)
                 elif p.grad is not None:
-                    others.append((p, group))
-        for rt, units in streamed.items():
+                    raise MegatrainError(f"{_NOT_STREAMED}: one of {list(p.shape)} has a gradient; stream the module "
+                                         "that has it too, or give it to torch.optim.AdamW")
+        if units:
             self._handed.append(self._hand(rt, sorted(units.items()), limit))
-        for rt in {h.runtime for h in self._handed}:
+        self._done.clear()
+        if self._handed:
             rt.core.kick(rt.stream())
-        for p, group in others:
-            stored.step_other(p, self.state[p], group)
+            rt.homes.arrivals.stepped()
+            rt.handover.unstepped = False
+        if rt is not None and rt.planning is not None:
+            rt.planning.stepped()
+        if rt is not None and rt.exchange is not None:
+            rt.exchange.stepped()
+        return loss
 
     def _hand(self, rt: Runtime, units: list[tuple[int, list[Work]]], limit: float) -> _Handed:
         """Submits updates; from here on they count as steps."""
@@ -288,13 +268,13 @@ class AdamW(torch.optim.Optimizer):
             r.version = r.host._version
         with torch._C.DisableTorchFunctionSubclass():        # counts without a look at what becomes of the updates
             torch._foreach_add_(steps, 1)
-        return _Handed(rt, steps, functools.cache(functools.partial(rt.core.norm, ticket)))
+        return _Handed(steps, functools.cache(functools.partial(rt.core.norm, ticket)))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. With set_to_none waits for nothing but a norm that was asked for and not stepped with; else for
         the updates that still read the gradients."""
-        for rt in self._served:
-            rt.handover.broken_off()
+        if self._served is not None:
+            self._served.handover.broken_off()
         if self._asked is not None:          # a batch that is dropped, its limit too
             _fill(self._asked)
             self._asked, self._limit_once = None, math.inf
@@ -330,23 +310,20 @@ class AdamW(torch.optim.Optimizer):
         if skipped:
             with torch._C.DisableTorchFunctionSubclass():
                 torch._foreach_sub_([step for h in skipped for step in h.steps], 1)
-            self._note_skipped()
+            self._skipped += 1
 
     def _check_served(self) -> None:
-        """That no store with states of its parameters is gone."""
-        firsts = [next((r for r in rt.records if r.param is not None), None) for rt in self._served]
-        if any(r is not None and getattr(r.param, "_mt", None) is not r for r in firsts):
+        """That the store with states of its parameters is not gone."""
+        rt = self._served
+        first = None if rt is None else next((r for r in rt.records if r.param is not None), None)
+        if first is not None and getattr(first.param, "_mt", None) is not first:
             raise MegatrainError("this mt.AdamW belonged to a model that was unstreamed, and its states went with the "
                                  "store: make a new one")
-
-    def _note_skipped(self) -> None:
-        self._skipped += not self._complaint         # once a step
-        self._complaint = f"step skipped: the global gradient norm was {self._norm}; weights and states are as before"
 
     # ---- a limit that is given with each step: _take_clipping ----
 
     def clips_alone(self, params: list[Tensor]) -> bool:
-        """Are these parameters' gradients all that the next step() uses, weighed by one engine and not clipped yet?"""
+        """Are these parameters' gradients all that the next step() uses, and not clipped yet?"""
         if self._asked is not None:
             _fill(self._asked)
             if not self._in_backward:
@@ -355,7 +332,7 @@ class AdamW(torch.optim.Optimizer):
         with torch._C.DisableTorchFunctionSubclass():
             theirs = {p for p in params if p.grad is not None}
             used = {p for p in mine if p.grad is not None}
-        return theirs == used and mine <= set(params) and not self._gradients_elsewhere()
+        return theirs == used and mine <= set(params)
 
     def clip_next(self, limit: float) -> Late:
         """The next step() clips the global norm of its gradients to this; they stay as they are until then.
@@ -375,39 +352,16 @@ class AdamW(torch.optim.Optimizer):
             if self._steps == steps:           # before any step: of what was updated in backward, else on the host
                 if self._early:
                     return math.hypot(*(h.result()[0] for h in self._early))
-                return _norm(_grads(p for g in self.param_groups for p in g["params"]))
+                params = (p for g in self.param_groups for p in g["params"])         # waits for their gradients
+                grads = [gradient.peek(p._mt) if isinstance(p, StreamedParameter) else p.grad for p in params]
+                return math.hypot(*(torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in grads
+                                    if g is not None))
             self._catch_up()                   # the step was just the next: a later one takes the norm before it begins
             return self._norm or 0.0
 
         norm = Late.of(find)
         self._limit_once, self._asked = limit, weakref.ref(norm)
         return norm
-
-    # ---- gradients that are not all in one store ----
-
-    def _gradients_elsewhere(self) -> list[Tensor]:
-        """Parameters with gradients, where one engine alone cannot weigh them; else none."""
-        with torch._C.DisableTorchFunctionSubclass():
-            params = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
-        params = [p for p in params if not (isinstance(p, StreamedParameter) and p._mt.pid in self._done)]
-        homes = {p._mt.runtime if isinstance(p, StreamedParameter) else None for p in params}
-        return params if None in homes or len(homes) > 1 else []
-
-    def _clip_here(self, params: list[Tensor]) -> bool:
-        """Waits for gradients, and clips them in place by their global norm, in fp64. False: it is not finite."""
-        grads = _grads(params)
-        here = _norm(grads)
-        self._norm = math.hypot(here, *(h.result()[0] for h in self._handed))
-        if not math.isfinite(here):
-            self._note_skipped()
-            return False
-        factor = self.max_grad_norm / (self._norm + 1e-6) if self.max_grad_norm else 1.0
-        if factor < 1.0:
-            for p, g in zip(params, grads):
-                g.mul_(factor)
-                if isinstance(p, StreamedParameter):
-                    p._mt.written = True
-        return True
 
     # ---- gathering work ----
 
@@ -432,14 +386,11 @@ class AdamW(torch.optim.Optimizer):
             record.after_write()
         if not state:
             state = self._begin_state(p, record)
-        elif record.optimizer is None:
-            raise MegatrainError(f"{record.name}: it was streamed after this mt.AdamW had stepped with it: make the "
-                                 "optimizer after mt.stream")
-        elif record.optimizer() is not self:
+        elif record.optimizer is None or record.optimizer() is not self:
             raise MegatrainError(f"{record.name}: its AdamW states belong to another mt.AdamW by now; "
                                  "use one optimizer")
         stored.follow_weight(record)
-        record.exact, record.master_writes = None, record.writes
+        record.master_writes = record.writes
         if not (passing or rt.room.asked.keeps):
             raise MegatrainError(f"{record.name}: it has a .grad of its own, and plan={{'grads': 'none'}} has no place "
                                  "for one: no hooks on the parameter, no arithmetic on it outside of the model")
@@ -452,7 +403,7 @@ class AdamW(torch.optim.Optimizer):
     def _begin_state(self, p: StreamedParameter, record: Record, keep: bool = False) -> stored.StoreStates:
         """States over new planes, which are zero; keep: with the moments that are in them."""
         record.runtime.states_chosen = True
-        self._served.add(record.runtime)
+        self._served = record.runtime
         there = self.state.get(p)
         if isinstance(there, stored.StoreStates) and there.record is record:        # somebody may hold it
             there.clear()
@@ -478,7 +429,7 @@ class AdamW(torch.optim.Optimizer):
         """What was put into self.state in the place of the store's own, tensors or whole dicts, is copied into the
         store. Raises MegatrainError where a moment is missing, or of another shape, or the count is no number."""
         put = [p for p, s in self.state.items() if isinstance(p, StreamedParameter) and s
-               and p._mt.runtime in self._served and not (isinstance(s, stored.StoreStates) and s.record is p._mt
+               and p._mt.runtime is self._served and not (isinstance(s, stored.StoreStates) and s.record is p._mt
                                                           and all(s.get(name) is t for name, t in s.own.items()))]
         if put:
             self._load([(p, stored.check_state(p._mt.name, p.shape, self.state[p]), self._keys[p]) for p in put])
@@ -519,15 +470,9 @@ class AdamW(torch.optim.Optimizer):
     # ---- copies ----
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copy.deepcopy and pickle.
-
-        Raises:
-            MegatrainError: it has streamed parameters.
-        """
-        if self._served:
-            raise MegatrainError("an mt.AdamW of streamed parameters can be neither copied nor pickled: its states are "
-                                 "in the model's store; use state_dict(), or mt.save")
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in self._copied}}
+        """Raises MegatrainError, for copy.deepcopy and pickle."""
+        raise MegatrainError("an mt.AdamW can be neither copied nor pickled: its states are in the model's store; use "
+                             "state_dict(), or mt.save")
 
     # ---- saving and loading ----
 
@@ -543,15 +488,15 @@ class AdamW(torch.optim.Optimizer):
             MegatrainError: states that live on the device do not fit the host; or its model was unstreamed.
         """
         self._check_served()
-        for rt in self._runtimes():
-            rt.room.copies(rt.core)
-            rt.core.drain()
+        if self._served is not None:
+            self._served.room.copies(self._served.core)
+            self._served.core.drain()
         self._catch_up()
         self._take_states()
         out = super().state_dict()
         index = {id(p): i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
         for p, s in self.state.items():
-            if isinstance(p, StreamedParameter) and s:
+            if s:
                 below = p._mt.low_bytes or p._mt.dtype == torch.float16
                 number, key = index[id(p)], self._keys[p]        # they differ where it was put into a group
                 out["state"][number] = {**s, "step": plain(s["step"]),
@@ -569,8 +514,6 @@ class AdamW(torch.optim.Optimizer):
         self._take_states()
         if not self.state.get(p):
             raise MegatrainError("AdamW: this parameter has no states here yet: step() makes them")
-        if not isinstance(p, StreamedParameter):
-            return tuple(self.state[p][name].to(torch.float32, copy=True) for name in MOMENTS)
         p._mt.wait_used()
         p._mt.bring_states()
         found = {name: p._mt.view(plane) for name, plane in stored.moment_planes(p._mt).items()}
@@ -588,8 +531,8 @@ class AdamW(torch.optim.Optimizer):
         self._check_served()
         for group in state_dict["param_groups"]:
             check_group(group)
-        for rt in self._runtimes():
-            rt.core.drain()
+        if self._served is not None:
+            self._served.core.drain()
         self._catch_up()
         super().load_state_dict({**{k: v for k, v in state_dict.items() if k != "state"}, "state": {}})
         flat = [p for g in self.param_groups for p in g["params"]]
@@ -601,10 +544,10 @@ class AdamW(torch.optim.Optimizer):
         written."""
         known = {*self.state, *(p for g in self.param_groups for p in g["params"])}
         planes = {at for p in known if isinstance(p, StreamedParameter) for at in stored.addresses(p._mt)}
-        for p, values, key in [(p, stored.apart(p, values, planes), key) for p, values, key in given]:
+        for p, _, _ in given:
             if not isinstance(p, StreamedParameter):
-                self.state[p] = stored.load_other(p, values)
-                continue
+                raise MegatrainError(f"{_NOT_STREAMED}: states of one of {list(p.shape)} cannot be loaded here")
+        for p, values, key in [(p, stored.apart(p._mt, values, planes), key) for p, values, key in given]:
             record, there = p._mt, stored.stand_there(p._mt, values)
             count = stored.count_of(values["step"], record.name)
             self._begin_state(p, record, keep=there)
@@ -616,26 +559,12 @@ class AdamW(torch.optim.Optimizer):
             if "master" in values:
                 stored.set_master(p, values["master"])
 
-    def _runtimes(self) -> list[Runtime]:
-        return list(dict.fromkeys(p._mt.runtime for g in self.param_groups for p in g["params"]
-                                  if isinstance(p, StreamedParameter)))
-
 
 def _numbers(group: dict[str, Any]) -> tuple[float, ...]:
     """What an update takes of a group."""
     b1, b2 = group["betas"]
     return (float(group["lr"]), float(b1), float(b2), float(group["eps"]), float(group["weight_decay"]),
             int(group["maximize"]))
-
-
-def _grads(params: Iterable[Tensor]) -> list[Tensor]:
-    """Those that there are, for reading on the host; waits for them."""
-    found = [gradient.peek(p._mt) if isinstance(p, StreamedParameter) else p.grad for p in params]
-    return [g for g in found if g is not None]
-
-
-def _norm(grads: list[Tensor]) -> float:
-    return math.hypot(*(torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in grads))
 
 
 def _fill(norm: weakref.ref[Late] | None) -> None:

@@ -18,7 +18,7 @@ from ..base.modes import GROUP
 from ..base.strict import shown
 from ..store import gradient
 from ..store.guard import StreamedParameter, plain, values_of
-from ..store.records import Record, dense_stride
+from ..store.records import Record
 
 MOMENTS = ("exp_avg", "exp_avg_sq")                           # names in the state, by plane: fp32
 CODES = ("exp_avg_codes", "exp_avg_sq_codes", "scales")       # 8 bits
@@ -103,7 +103,10 @@ def moment_planes(record: Record) -> dict[str, str]:
 def load_moments(record: Record, values: dict[str, Any]) -> None:
     """From a state_dict of any format, by way of fp32 where it is another; to 8 bits rounded to nearest."""
     mine = moment_planes(record)
-    check_scales(record.name, record.numel, values)
+    groups, scales = -(-record.numel // GROUP), values.get(CODES[2])
+    if scales is not None and scales.shape != (groups, 2):
+        raise MegatrainError(f"{record.name}: scales of shape {list(scales.shape)} in the state to load; its "
+                             f"{record.numel} elements have [{groups}, 2]")
     if next(iter(mine)) in values:
         for name, plane in mine.items():
             record.view(plane).copy_(values_of(values[name]))
@@ -134,9 +137,9 @@ def stand_there(record: Record, values: dict[str, Any]) -> bool:
     return True
 
 
-def apart(p: Tensor, values: dict[str, Any], kept: set[int]) -> dict[str, Any]:
-    """States to load for p: its own where they are; copies of others that lie in planes about to be written."""
-    if isinstance(p, StreamedParameter) and stand_there(p._mt, values):
+def apart(record: Record, values: dict[str, Any], kept: set[int]) -> dict[str, Any]:
+    """States to load: its own where they are; copies of others that lie in planes about to be written."""
+    if stand_there(record, values):
         return values
     with torch._C.DisableTorchFunctionSubclass():
         there = {name for name, v in values.items()
@@ -157,13 +160,6 @@ def check_state(name: str, shape: Any, values: dict[str, Any]) -> dict[str, Any]
                                  f"{list(getattr(values[key], 'shape', ())) or values[key]!r}, and the parameter is "
                                  f"{list(shape)}")
     return values
-
-
-def check_scales(name: str, numel: int, values: dict[str, Any]) -> None:
-    groups = -(-numel // GROUP)
-    if CODES[2] in values and values[CODES[2]].shape != (groups, 2):
-        raise MegatrainError(f"{name}: scales of shape {list(values[CODES[2]].shape)} in the state to load; its "
-                             f"{numel} elements have [{groups}, 2]")
 
 
 def decoded(shape: Any, stride: Any, values: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -193,8 +189,6 @@ def lacks_master(record: Record) -> bool:
     """The weight was set, and its fp32 master does not follow. A new plane LO is zero, and no memory yet."""
     if record.dtype == torch.float32 or record.master_writes == record.writes:
         return False
-    if record.exact is not None and record.writes == 0:
-        return True
     return record.dtype == torch.float16 or bool(record.low_bytes and record.master_writes >= 0)
 
 
@@ -208,16 +202,12 @@ def follow_weight(record: Record) -> None:
             continue
         r.wait_updates()
         r.own_states()
-        exact, r.exact = r.exact, None
-        if exact is not None and r.writes == 0:
-            set_master(r.param, exact)       # what lies just between two bf16 values may become the other one
+        plane = master_plane(r)
+        if plane == "MASTER":
+            r.view(plane).copy_(r.host)
         else:
-            plane = master_plane(r)
-            if plane == "MASTER":
-                r.view(plane).copy_(r.host)
-            else:
-                r.view(plane).zero_()
-            r.push(plane)
+            r.view(plane).zero_()
+        r.push(plane)
         r.master_writes = r.writes
     if rt.homes.away(unit):
         for r in rt.units[unit]:
@@ -238,8 +228,6 @@ def master(p: StreamedParameter) -> Tensor:
         return out
     if plane == "MASTER":
         return record.view("MASTER").clone()
-    if record.exact is not None and record.writes == 0:
-        return record.exact.clone()
     return record.host.to(torch.float32, copy=True)
 
 
@@ -263,65 +251,6 @@ def set_master(p: StreamedParameter, value: Tensor) -> None:
     if rest:
         record.push(rest)
     record.master_writes = record.writes
-
-
-# ---- parameters that are not streamed: the bits of a streamed one's update where those are 16-bit ----
-
-HALVES = (torch.bfloat16, torch.float16)
-
-
-def fp32_like(p: Tensor) -> Tensor:
-    """[shape] fp32, or fp64 of an fp64 parameter: of p's order in memory, without gaps."""
-    kind = torch.float32 if p.dtype in HALVES else p.dtype
-    return torch.empty_strided(p.shape, dense_stride(p), dtype=kind, device=p.device)
-
-
-def load_other(p: Tensor, values: dict[str, Any]) -> dict[str, Any]:
-    """From a state_dict, of any format."""
-    check_scales("a parameter that is not streamed", p.numel(), values)
-    found = {"step": torch.as_tensor(values["step"]).clone()}
-    moments = (decoded(p.shape, dense_stride(p), values) if CODES[0] in values else
-               [values_of(values[name]) for name in MOMENTS])
-    found.update((name, fp32_like(p).copy_(value)) for name, value in zip(MOMENTS, moments))
-    if "master" in values and p.dtype in HALVES:
-        found["master"] = fp32_like(p).copy_(values_of(values["master"]))
-    return found
-
-
-def _narrowed(master: Tensor, kind: torch.dtype) -> Tensor:
-    """The 16-bit weight of a master: to nearest, bf16 with ties away from zero, as split weights have it."""
-    if kind == torch.float16:
-        return master.to(kind)
-    near = (master.view(torch.int32) + 0x8000 >> 16).to(torch.int16).view(torch.bfloat16)
-    most = torch.finfo(torch.bfloat16).max
-    return torch.where(master.isfinite(), near.clamp(-most, most), master.to(kind))
-
-
-def step_other(p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    """One update. 16-bit parameters get the bits of a streamed one's; others have torch's own functions."""
-    if not state:
-        state.update(step=torch.zeros(()), **{name: torch.zeros_like(fp32_like(p)) for name in MOMENTS})
-    if not isinstance(state["step"], Tensor):
-        state["step"] = torch.tensor(float(count_of(state["step"], "a parameter that is not streamed")))
-    if p.dtype not in HALVES:
-        b1, b2 = group["betas"]
-        torch.optim._functional.adamw(       # counts the step itself
-            [p], [p.grad], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]], foreach=False, amsgrad=False,
-            beta1=b1, beta2=b2, lr=float(group["lr"]), weight_decay=group["weight_decay"], eps=group["eps"],
-            maximize=group["maximize"])
-        return
-    if "master" not in state:
-        state["master"] = fp32_like(p).copy_(p)
-    master, grad = state["master"], fp32_like(p).copy_(p.grad)
-    # Where the weight is not its master's, it was set from outside.
-    master.copy_(torch.where((_narrowed(master, p.dtype) == p).all(), master, p.float()))
-    if group["maximize"]:
-        grad.neg_()
-    state["step"] += 1
-    flat = [t.as_strided((t.numel(),), (1,)) for t in (master, *(state[name] for name in MOMENTS), grad)]
-    torch.ops.megatrain.adamw_(flat[0], None, *flat[1:], float(group["lr"]), *group["betas"], group["eps"],
-                               group["weight_decay"], int(state["step"]), 1.0)
-    p.copy_(_narrowed(master, p.dtype))
 
 
 # ---- gradients ----
