@@ -2,7 +2,8 @@
 
 Slots, sums and hand-overs are one thread's, and a second's outputs would be wrong. A thread is in a model during its
 forward, an optimizer's step, and a backward from the first weight that is asked for to the task's end. Others that come
-meanwhile are refused. Autograd's own thread, in which a backward on CUDA runs, goes with the thread that waits for it.
+meanwhile wait, and are refused after PATIENCE_S, as a second backward is at once. Autograd's own thread, in which a
+backward on CUDA runs, goes with the thread that waits for it.
 """
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import copy
 import functools
 import sys
 import threading
+import time
 import types
 import weakref
 from collections.abc import Iterator
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from .window import Window
 
 _ENGINE = _engine_run_backward.__code__
+_NO_TURN = nullcontext()
+PATIENCE_S = 60.0                            # a thread's, for another one to leave
 
 
 class Door:
@@ -35,28 +39,44 @@ class Door:
     def __init__(self, name: str, own_threads: bool) -> None:
         """own_threads: autograd runs a backward in a thread of its own, not in the caller's."""
         self.name, self._own_threads = name, own_threads
-        self._lock, self.thread = threading.RLock(), 0       # who was let in last
+        self._lock, self._turn = threading.RLock(), threading.Lock()
+        self.thread = self._depth = 0            # who was let in last, and how often
         self.tasks: dict[int, int] = {}          # backwards under way, and a thread of each
 
     def enter(self, task: int) -> bool:
         """A forward begins, or a part of one, in a backward where task is not -1. True: it has to `leave`. Raises:
-        another thread is in the model."""
+        another thread is in the model, and was for PATIENCE_S."""
+        inside = task != -1 or (self._depth and self.thread == threading.get_ident())
+        with _NO_TURN if inside else self._turn:     # who waits holds it, and comes before who comes again and again
+            end = 0.0
+            while not isinstance(found := self._try(task), bool):
+                end = end or time.monotonic() + PATIENCE_S
+                if time.monotonic() > end:
+                    self._refuse(*found)
+                time.sleep(0.001)
+            return found
+
+    def _try(self, task: int) -> bool | tuple[str, int, str]:
+        """As `enter`; or for `_refuse`, why not now."""
         if not self._lock.acquire(blocking=False):
             # Autograd's thread may come: the one that is in a forward waits in it for a backward.
             waits = _first_of(sys._current_frames().get(self.thread), self.forward) is _ENGINE
             if task == -1 or not waits:
-                self._refuse("calls it" if task == -1 else "runs its backward", self.thread, "forward")
+                return "calls it" if task == -1 else "runs its backward", self.thread, "forward"
             return False
         if self.tasks and task == -1:        # are they under way? Of one that raised nobody was told the end
             found = _in_engine()
-            if busy := found if self._own_threads else [t for t in self.tasks.values() if t in found]:
+            busy = found if self._own_threads else [t for t in self.tasks.values() if t in found]
+            if busy:
                 self._lock.release()
-                self._refuse("calls it", busy[0], "backward")
+                return "calls it", busy[0], "backward"
             self.tasks.clear()
         self.thread = threading.get_ident()
+        self._depth += 1
         return True
 
     def leave(self) -> None:
+        self._depth -= 1
         self._lock.release()
 
     @contextlib.contextmanager
