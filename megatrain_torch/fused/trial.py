@@ -155,9 +155,7 @@ class Trial:
         if x.is_floating_point():
             x = x.mul_(magnitude)
         with self._noting_choices() as chosen:
-            # Products of all experts at once would have more of them on the device than the plan has room for.
-            with put_in(self._loops() if self.window.stacks else []):
-                own = truth = self._run(self.window.bind_leaves(), x, kwargs)
+            own = truth = self._run(self.window.bind_leaves(), x, kwargs)
             if dtype in HALF:
                 truth = self._in_fp32(x, kwargs)
             dy = torch.randn(own[0].shape, generator=rng, device=x.device).to(own[0].dtype)
@@ -189,16 +187,14 @@ class Trial:
             handle.remove()
             router.forced = None
 
-    def _loops(self) -> list[tuple[nn.Module, Any]]:
-        return [(m, types.MethodType(loop_of(m), m)) for m in self.fused.loops]
-
     def _in_fp32(self, x: Tensor, kwargs: Any) -> Run:
         """The module's own code in fp32; of a package's products, and of loops over experts, in plain torch. (Before
         0.21 PEFT adds up whole stacks.)"""
         fused, bound = self.fused, self.window.bind_leaves()
         plain = plain_linears(fused, fused.exact(fused.names))
+        loops = [(m, types.MethodType(loop_of(m), m)) for m in fused.loops]
         adds = [(m, types.MethodType(adapted_one_by_one, m)) for m in fused.wrappers if hasattr(m, "get_delta_factors")]
-        with put_in([*plain, *self._loops()]), put_in(adds, "_activate_lora"), InFp32():
+        with put_in([*plain, *loops]), put_in(adds, "_activate_lora"), InFp32():
             return self._run(bound, *_widened((x, kwargs)))
 
     def _run(self, bound: Any, x: Tensor, kwargs: Any) -> Run:

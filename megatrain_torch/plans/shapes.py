@@ -28,7 +28,6 @@ from ..base.units import (
     group,
     output_embeddings,
     slots_of,
-    stack_of,
     stored_dtype,
     usual_experts,
     weight_bytes,
@@ -205,10 +204,9 @@ def _in_pieces(w: Window, module: nn.Module, experts: int) -> Window:
         share = min(1.0, experts / count)
         t = dataclasses.replace(t, expanded=(t.expanded[0] - math.floor(made * (1 - share)), t.expanded[1]),
                                 tiled=(math.floor(each * (1 - share)), 0, 0), parts=-(-count // experts))
-        return dataclasses.replace(w, template=t, dense=_dense(module, w.itemsize, experts))
-    # Its own code may have all of a layer's together, and autograd keep them.
-    whole = w.itemsize * sum(n for _, n in {stack_of(name, p) for name, p in module.named_parameters()})
-    return dataclasses.replace(w, template=None, dense=tuple(n + whole for n in _dense(module, w.itemsize)))
+    else:
+        t = None
+    return dataclasses.replace(w, template=t, dense=_dense(module, w.itemsize, experts))
 
 
 def _dense(module: nn.Module, item: int, experts: int = 0) -> tuple[int, int]:
