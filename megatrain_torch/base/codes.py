@@ -36,6 +36,15 @@ _ATEN = torch.ops.aten
 
 
 @dataclass(frozen=True)
+class Keeps:
+    """An autograd Function that keeps tensors where no hook of saved tensors sees them."""
+
+    module: str                         # where it is
+    name: str
+    holder: str         # the class, there or in its `functional`, of what it is given and keeps, tensors its attributes
+
+
+@dataclass(frozen=True)
 class Coding:
     """How codes are made the weight that they stand for: ops.expand_codes_'s words."""
 
@@ -52,7 +61,7 @@ class Format:
 
     name = "torchao 8 bits"             # for people
     linear = ""                         # the package's class of a module that multiplies, where it is not torch's
-    product = ""                        # the package's autograd Function that keeps codes as attributes of its ctx
+    keeps: tuple[Keeps, ...] = ()
     expands = False                     # code computes with a 16-bit weight in memory of its own: expand_codes()
     saves = True                        # the package's products make one, and save it for backward
 
@@ -190,6 +199,7 @@ def dense_bytes(module: nn.Module, experts: int = 0) -> tuple[int, int]:
 # ---- bitsandbytes: Params4bit, a tensor of two codes a byte with its QuantState ----
 
 _UNMADE = "is not quantised yet: bitsandbytes does that when it is moved to a device; model.to('cpu') is enough"
+_BNB = "bitsandbytes.autograd._functions"
 
 
 def _bare(p: nn.Parameter, codes: Tensor) -> Any:
@@ -201,7 +211,7 @@ def _bare(p: nn.Parameter, codes: Tensor) -> Any:
 
 class _FourBits(Format):
     name, linear, saves = "bitsandbytes 4 bits", "Linear4bit", False
-    product = "bitsandbytes.autograd._functions.MatMul4Bit"
+    keeps = (Keeps(_BNB, "MatMul4Bit", "QuantState"),)
 
     def strands(self, p: Any, m: Any) -> Strands:
         state = p.quant_state

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import importlib
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..base import patches
 from ..base.errors import MegatrainError
 from ..base.modes import Mode
 from ..store.state import DeviceParameter, swap_window
@@ -109,44 +107,6 @@ class Expansions:
 
     def backward_ended(self) -> None:
         self._last = {}
-
-
-def fetch_codes_again(product: str) -> None:
-    """bitsandbytes' product keeps codes as attributes of ctx, where no hook of saved tensors sees them: a slot would be
-    held until backward, and in the end the device had all weights. As long as a model with such weights is streamed,
-    backward fetches those of windows again. What it computes is its own."""
-    module, _, name = product.rpartition(".")
-    package = importlib.import_module(module)
-    own = getattr(package, name)
-
-    def forward(ctx: Any, x: Tensor, codes: Tensor, *args: Any) -> Any:
-        out = own.forward(ctx, x, codes, *args)
-        whole = getattr(getattr(ctx, "state", None), "whole", None)
-        if whole is not None:
-            rt, unit, kept = whole.records[0].runtime, whole.records[0].unit, ctx.tensors[1]
-            if kept is not None:                         # else x has no gradient, and backward asks for no weight
-                ctx.fetches = rt, whole, unit, rt.core.version(unit), kept.shape
-            ctx.state, ctx.tensors = None, (None, None)
-        elif getattr(ctx, "is_empty", False):            # and has the weight for its shape alone
-            ctx.B = codes.new_empty(0)
-        return out
-
-    def backward(ctx: Any, *grads: Any) -> Any:
-        again = hasattr(ctx, "fetches")
-        if again:
-            rt, whole, unit, version, shape = ctx.fetches
-            check_version(rt, unit, version)
-            views = rt.ring.views(unit)
-            codes = whole.of([views[r.index].detach() for r in whole.records])
-            ctx.state, ctx.tensors = codes.quant_state, (None, codes.as_subclass(Tensor).view(shape))
-        try:
-            return own.backward(ctx, *grads)
-        finally:
-            if again:
-                ctx.state, ctx.tensors = None, (None, None)
-
-    kind = type(name, (own,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
-    patches.once(product, lambda: patches.replaced(package, name, kind))
 
 
 def keep(t: Tensor) -> tuple[Tensor, int]:

@@ -28,13 +28,13 @@ from ..fused.head import give_head, head_of
 from ..fused.layer import template_of, wanted
 from ..graph import hf_calls
 from ..graph.door import Installed, method_of
-from ..graph.frames import fetch_codes_again
 from ..graph.window import Window
 from ..optim.adamw import watch_steps
 from ..store import gradient
 from ..store.guard import HostTensor, StreamedParameter
 from ..store.records import Record
 from ..store.state import BoundParameters, HostBuffers
+from ..store.whole import keep_in_sight
 from .runtime import find_runtime, runtimes
 
 if TYPE_CHECKING:
@@ -48,8 +48,7 @@ def install(rt: Runtime, root: nn.Module, found: Found, modes: str | dict[str, s
     """modes: what windows keep: all the same, or by name."""
     patches.hold(rt)
     patches.once("registrations", _count_registrations)
-    for product in {format.product for *_, format in coded(root)} - {""}:
-        fetch_codes_again(product)
+    keep_in_sight(format for _, _, _, format in coded(root))
     watch_steps()
     patches.once("Module.load_state_dict", _refuse_assign)
     patches.once("DistributedDataParallel", _patch_ddp)

@@ -2,16 +2,24 @@
 
 Codes are streamed by their strands (base/codes.py); a `Whole` puts the weight together from these. A `Stacked` is a
 mixture's experts in one parameter, cut into `Piece`s (base/units.py).
+
+bitsandbytes' products keep codes, scales and their input as attributes of `ctx`, where no hook of saved tensors sees
+them. A weight that lies in a slot would be held there until backward: the slot's memory is left to it, and in the end
+the device has all weights. So, while a model with such weights is streamed, what these Functions keep goes through
+`save_for_backward` (keep_in_sight); what they compute is theirs.
 """
 from __future__ import annotations
 
+import copy
+import importlib
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from ..base import patches
 from ..base.codes import Format, Strand, format_of
 from .guard import StreamedParameter, made_kind, values_of
 from .records import Record
@@ -37,8 +45,6 @@ class Whole:
         """The weight for the package's code, over tensors in the order of the records."""
         with torch.no_grad():
             out = self.format.whole(self.param, dict(zip(self.names, tensors)))
-            if self.format.product:
-                out.quant_state.whole = self         # where its product's backward finds this (graph/frames.py)
             return out.expand_codes() if self.format.expands else out
 
     def adopted(self) -> None:
@@ -112,3 +118,58 @@ class Piece:
         """[experts, ., .] on the device, fetched if need be: over a slot, or 16-bit weights made of the codes there."""
         strands, whole = ring.strands(self), self.stacked.whole
         return strands[0] if whole is None else whole.of(strands)
+
+
+# ---- Functions of other packages that keep tensors out of sight ----------------------------------
+
+def keep_in_sight(formats: Iterable[Format]) -> None:
+    """The Functions of these formats, for as long as there is a streamed model."""
+    for keeps in dict.fromkeys(k for format in formats for k in format.keeps):
+        module: Any = importlib.import_module(keeps.module)
+        holder = getattr(module, keeps.holder, None) or getattr(module.F, keeps.holder)
+        patches.once(f"{keeps.module}.{keeps.name}", lambda module=module, keeps=keeps, holder=holder: patches.replaced(
+            module, keeps.name, seen(getattr(module, keeps.name), holder)))
+
+
+class _Saved(int):
+    """In the place of a tensor: the number of the saved one."""
+
+
+def seen(own: Any, holder: type) -> Any:
+    """The Function `own`, whose tensors on `ctx` are saved ones. holder: a class of objects that have some."""
+
+    def forward(ctx: Any, a: Tensor, weight: Tensor, *args: Any) -> Any:
+        out = own.forward(ctx, a, weight, *args)
+        found: list[Tensor] = []
+
+        def number(t: Tensor) -> _Saved:
+            found.append(t.detach().as_subclass(Tensor))
+            return _Saved(len(found) - 1)
+
+        if any(ctx.needs_input_grad):
+            vars(ctx).update({name: _replaced(value, Tensor, number, holder) for name, value in vars(ctx).items()})
+            ctx.save_for_backward(*found)
+        return out
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        saved, kept = ctx.saved_tensors, dict(vars(ctx))
+        vars(ctx).update({name: _replaced(value, _Saved, saved.__getitem__, holder) for name, value in kept.items()})
+        try:
+            return own.backward(ctx, *grads)
+        finally:
+            vars(ctx).update(kept)
+
+    return type(own.__name__, (own,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
+
+
+def _replaced(value: Any, kind: type, by: Callable[[Any], Any], holder: type) -> Any:
+    """The same with what is of that kind replaced, in tuples, lists and holders too."""
+    if isinstance(value, kind):
+        return by(value)
+    if type(value) in (list, tuple):
+        return type(value)(_replaced(v, kind, by, holder) for v in value)
+    if isinstance(value, holder):
+        out = copy.copy(value)
+        vars(out).update((k, _replaced(v, kind, by, holder)) for k, v in vars(value).items())
+        return out
+    return value
