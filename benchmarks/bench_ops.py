@@ -202,6 +202,7 @@ def expand(args: argparse.Namespace, new: Maker) -> Iterator[Case]:
         "nf4": (u8((n * k // 2, 1)), groups),
         "nf4 double": (u8((n * k // 2, 1)), u8((n * k // 64,)), *double),
         "fp4": (u8((n * k // 2, 1)), groups),
+        "int8": (u8((n, k)).view(torch.int8), torch.rand(n, device=new.device)),
         "fp8": (finite, blocks),
         "mxfp4": (u8((1, n, k // 32, 16)), u8((1, n, k // 32)) % 250 + 1),
     }

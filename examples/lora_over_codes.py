@@ -7,7 +7,7 @@
     python examples/lora_over_codes.py MODEL --plan-only --machine rtx4090 --host 64GiB
     python examples/lora_over_codes.py --tiny [--base mxfp4]       # a random model, in seconds
 
-nf4 (bitsandbytes, with double quantisation: 0.52 bytes a weight) and fp8 are made while the
+nf4 (bitsandbytes, with double quantisation: 0.52 bytes a weight), int8 and fp8 are made while the
 files are read, a tensor at a time; fp8 and mxfp4 (0.53) are kept where a checkpoint has them. The
 same on the command line: megatrain train MODEL my.txt --lora r=16 --base nf4. Merge into the
 16-bit model: PeftModel.from_pretrained(base, out / "adapter").merge_and_unload().
@@ -37,7 +37,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model", nargs="?", help="folder or name on the hub")
     parser.add_argument("data", nargs="?", type=Path, help="text to learn")
-    parser.add_argument("--base", default="nf4", choices=["nf4", "fp8", "mxfp4"])
+    parser.add_argument("--base", default="nf4", choices=["nf4", "int8", "fp8", "mxfp4"])
     parser.add_argument("--targets", default="all", choices=TARGETS)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--out", type=Path, default=Path("runs/codes"))

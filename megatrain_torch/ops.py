@@ -351,7 +351,7 @@ def fp8_gemm_(c: Tensor, a: Codes, b: Codes, *, bias: Tensor | None = None, base
     _ops.fp8_gemm_(c, *a, *b, bias, base, alpha, fast)
 
 
-CODES = ("nf4", "fp4", "fp8", "mxfp4")       # csrc/ops/expand.h
+CODES = ("nf4", "fp4", "int8", "fp8", "mxfp4")       # csrc/ops/expand.h
 
 
 def expand_codes_(out: Tensor, form: str, codes: Tensor, scales: Tensor, wide: Tensor | None = None,

@@ -60,6 +60,8 @@ FORMATS: dict[str, Callable[[], Any]] = {
     "nf4-in-bf16": lambda: four_bits("nf4", bnb_4bit_quant_storage=torch.bfloat16),
     "fp4": lambda: four_bits("fp4"),
     "fp4-double": lambda: four_bits("fp4", bnb_4bit_use_double_quant=True),
+    "int8": lambda: transformers.BitsAndBytesConfig(load_in_8bit=True),
+    "int8-threshold-0": lambda: transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0),
     "torchao-int8": lambda: made("Int8WeightOnlyConfig"),
     "torchao-float8": lambda: made("Float8WeightOnlyConfig"),
 }
@@ -116,7 +118,8 @@ def streamed(model: nn.Module, how: str, home: str = "ram", folder: Path | None 
 ALL = [(a, f, k, h) for a in ("llama", "qwen3", "mixtral") for f in FORMATS for k in ("replay", "saved")
        for h in ("ram", "vram", "disk", "disk+weights")]
 SOME = [("llama", "nf4-double", "replay", "ram"), ("llama", "nf4", "saved", "disk+weights"),
-        ("qwen3", "fp4", "replay", "vram"), ("llama", "torchao-int8", "replay", "disk+weights"),
+        ("qwen3", "fp4", "replay", "vram"), ("llama", "int8", "replay", "ram"),
+        ("qwen3", "int8", "saved", "disk+weights"), ("llama", "torchao-int8", "replay", "disk+weights"),
         ("mixtral", "torchao-float8", "replay", "ram")]
 
 
@@ -149,7 +152,7 @@ def assert_same_state(found: dict[str, Any], wanted: dict[str, Any]) -> None:
             assert torch.equal(a, b), f"{name} {piece}"      # codes kept as bf16 may be its NaN
 
 
-LIBRARIES = ("nf4-double", "torchao-float8")
+LIBRARIES = ("nf4-double", "int8", "torchao-float8")
 
 
 @pytest.mark.parametrize("form", FORMATS if parity.FULL else LIBRARIES)
@@ -182,7 +185,8 @@ def test_what_it_saves_its_package_loads(form: str, folder: Callable[[str], Path
 
 
 @pytest.mark.parametrize(("form", "home"), [
-    ("nf4-double", "disk+weights"), pytest.param("torchao-int8", "vram", marks=parity.LONG)])
+    ("nf4-double", "disk+weights"), pytest.param("int8", "ram", marks=parity.LONG),
+    pytest.param("torchao-int8", "vram", marks=parity.LONG)])
 def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(form: str, home: str, folder: Callable[[str], Path],
                                                             tmp_path: Path) -> None:
     def fresh() -> nn.Module:
@@ -214,15 +218,16 @@ def test_no_product_holds_a_slots_memory(form: str, how: str, folder: Callable[[
 
 
 def test_a_streamed_model_of_codes_is_freed_at_once(folder: Callable[[str], Path]) -> None:
-    model = streamed(with_adapter(base(folder("llama"), "nf4-double")), "replay")
-    trained(model, 1)
-    runtime = weakref.ref(next(model.parameters())._mt_runtime)
-    gc.disable()
-    try:
-        del model
-        assert runtime() is None, "a circle keeps it"
-    finally:
-        gc.enable()
+    for form in ("nf4-double", "int8"):
+        model = streamed(with_adapter(base(folder("llama"), form)), "replay")
+        trained(model, 1)
+        runtime = weakref.ref(next(model.parameters())._mt_runtime)
+        gc.disable()
+        try:
+            del model
+            assert runtime() is None, "a circle keeps it"
+        finally:
+            gc.enable()
 
 
 def test_codes_are_counted_as_what_they_are(folder: Callable[[str], Path]) -> None:
@@ -251,7 +256,7 @@ def test_what_would_be_wrong_is_refused(folder: Callable[[str], Path]) -> None:
     with pytest.raises(mt.MegatrainError, match=r"'0.weight' \(bitsandbytes 4 bits\) is not quantised yet"):
         mt.stream(layer, "cpu")
     mt.stream(layer.to("cpu"), "cpu")
-    with pytest.raises(mt.MegatrainError, match=r"Int8Params, a subclass of Parameter that is not known.*bitsandbytes 4 bits"):
+    with pytest.raises(mt.MegatrainError, match=r"is quantised, and so it must be frozen|anew in each forward"):
         mt.stream(nn.Sequential(bnb.nn.Linear8bitLt(64, 64)), "cpu")
     import torchao.quantization as q
     linear = nn.Sequential(nn.Linear(64, 64, dtype=torch.bfloat16))
@@ -266,7 +271,7 @@ def test_a_class_that_is_not_known_is_refused_with_what_would_work() -> None:
 
     model = nn.Linear(2, 2)
     model.weight = Odd(torch.zeros(2, 2))
-    with pytest.raises(mt.MegatrainError, match=r"test_bases\.Odd.*bitsandbytes 4 bits; torchao"):
+    with pytest.raises(mt.MegatrainError, match=r"test_bases\.Odd.*bitsandbytes 4 bits; bitsandbytes LLM.int8; torchao"):
         mt.stream(model, "cpu")
 
 
@@ -427,7 +432,7 @@ def test_experts_in_nf4_are_saved_copied_and_given_back(tmp_path: Path) -> None:
     assert_same(trained(again, 1), trained(model, 1))
 
 
-@pytest.mark.parametrize("base_form", ["nf4", "fp8"])
+@pytest.mark.parametrize("base_form", ["nf4", "int8", "fp8"])
 def test_a_base_made_while_it_is_read_is_what_its_library_makes(base_form: str, tmp_path: Path) -> None:
     at = written(tmp_path / "bf16", transformers.LlamaConfig(**BLOCKS), lambda tensors: None, {})
     model = mt.from_pretrained(transformers.AutoModelForCausalLM, at, base=base_form, device="cpu", compute="eager")
@@ -440,7 +445,7 @@ def test_a_base_made_while_it_is_read_is_what_its_library_makes(base_form: str, 
         assert all(torch.equal(t.codes.view(torch.uint8), other[n].codes.view(torch.uint8))
                    and torch.equal(t.scales, other[n].scales) for n, t in found.items())
         return
-    config = four_bits("nf4", bnb_4bit_use_double_quant=True)
+    config = four_bits("nf4", bnb_4bit_use_double_quant=True) if base_form == "nf4" else FORMATS["int8"]()
     plain = transformers.AutoModelForCausalLM.from_pretrained(at, quantization_config=config, dtype="auto")
     assert_same_state(model.state_dict(), plain.state_dict())
 
@@ -484,12 +489,15 @@ def fused(form: str, folder: Callable[[str], Path], at: Path, compute: str = "fu
 EXPANDED = [f for f in (*FORMATS, *PUBLISHED) if not f.startswith("torchao")]
 
 
-@pytest.mark.parametrize("form", EXPANDED if parity.FULL else ["nf4-double", "fp4", "mxfp4"])
+@pytest.mark.parametrize("form", EXPANDED if parity.FULL else ["nf4-double", "fp4", "int8", "mxfp4"])
 def test_weights_are_made_of_codes_to_their_packages_bits(form: str, folder: Callable[[str], Path], tmp_path: Path
                                                           ) -> None:
     model = fused(form, folder, tmp_path / "published")
     assert layers_of(model)
     for window in layers_of(model):
+        if form.startswith("int8") and DEVICE != "cpu":
+            assert "rounds activations to 8 bits on a GPU" in window.unfit
+            continue
         made, bound = window.fused.exact(window.fused.names), window.bind_leaves()
         assert window.wholes
         for whole in window.wholes:
@@ -512,6 +520,9 @@ def test_templates_run_over_codes(form: str, folder: Callable[[str], Path], tmp_
     model = fused(form, folder, tmp_path / "published")
     found = trained(model, 1)
     codes = {w.code for w in layers_of(model)}
+    if form.startswith("int8") and DEVICE != "cpu":
+        assert all("rounds activations" in code for code in codes)
+        return
     assert codes == {"template"}, codes
     rounded_only(found, trained(fused(form, folder, tmp_path / "again", "eager"), 1),
                  form == "mxfp4" or form.endswith(("-experts", "-latent")))
@@ -554,14 +565,14 @@ def test_a_base_that_cannot_be_had_is_refused(tmp_path: Path) -> None:
     there = written(tmp_path / "fp8", transformers.LlamaConfig(**BLOCKS), in_blocks, FP8)
     small = written(tmp_path / "small", transformers.LlamaConfig(**SIZES), lambda tensors: None, {})
     for at, asked, why in ((small, "fp8", "no weight of .* is kept as codes"),
-                           (plain, "int4", "use 'nf4', 'fp8' or 'mxfp4'"), (plain, "mxfp4", "is not; it is kept"),
+                           (plain, "int4", "use 'nf4', 'int8', 'fp8' or 'mxfp4'"), (plain, "mxfp4", "is not; it is kept"),
                            (there, "nf4", r"is quantised already \(fp8\); base='fp8' keeps it")):
         with pytest.raises(mt.MegatrainError, match=why):
             mt.from_pretrained(cls, at, base=asked, device="cpu")
 
 
 @parity.LONG
-@pytest.mark.parametrize("base_form", ["nf4", "fp8"])
+@pytest.mark.parametrize("base_form", ["nf4", "int8", "fp8"])
 def test_of_16_bit_weights_a_few_are_in_memory_at_a_time(base_form: str, tmp_path: Path) -> None:
     config = transformers.LlamaConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, vocab_size=64,
                                       num_attention_heads=16)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(sys.prefix) / "bases"
-COMMANDS = [f"{Path(__file__).with_name('test_cli_lora.py')}::{name}[nf4]" for name in
+COMMANDS = [f"{Path(__file__).with_name('test_cli_lora.py')}::{name}[{base}]" for base in ("nf4", "int8") for name in
             ("test_over_every_base_too", "test_a_model_without_weights_has_the_shape_of_what_is_read")]
 
 

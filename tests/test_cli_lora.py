@@ -88,7 +88,7 @@ def test_adapters_that_make_no_sense_are_refused(value: Any, words: str) -> None
 def test_a_base_of_codes_needs_adapters_and_a_name_that_is_one() -> None:
     with pytest.raises(MegatrainError, match="base=nf4: codes are frozen; say what trains beside them, as lora=r"):
         Settings.of({"base": "nf4"}, "here")
-    with pytest.raises(MegatrainError, match="use one of none, nf4, fp8, mxfp4"):
+    with pytest.raises(MegatrainError, match="use one of none, nf4, int8, fp8, mxfp4"):
         Settings.of({"base": "int4", "lora": "r=1"}, "here")
 
 
@@ -165,7 +165,8 @@ def test_a_run_of_adapters_over_codes_has_the_losses_of_a_loop_of_ones_own(run: 
     assert (config.lora, config.base, config.dtype) == (ASKED, "fp8", "bfloat16")
 
 
-@pytest.mark.parametrize("base", [pytest.param("nf4", marks=BNB), pytest.param("none", marks=parity.LONG)])
+@pytest.mark.parametrize("base", [pytest.param("nf4", marks=BNB), pytest.param("int8", marks=[BNB, parity.LONG]),
+                                  pytest.param("none", marks=parity.LONG)])
 def test_over_every_base_too(base: str, toy: Path, tmp_path: Path) -> None:
     batches = trained(toy, tmp_path / "run", base)
     assert list(losses_of(tmp_path / "run").values()) == in_python(toy, base, batches)
@@ -273,7 +274,7 @@ def test_what_cannot_be_is_said_before_weights_are_read(run: tuple[Path, Batches
 
 # ---- plans ---------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("base", [pytest.param("nf4", marks=BNB), "fp8"])
+@pytest.mark.parametrize("base", [pytest.param("nf4", marks=BNB), pytest.param("int8", marks=BNB), "fp8"])
 def test_a_model_without_weights_has_the_shape_of_what_is_read(base: str, toy: Path) -> None:
     from megatrain_torch.plans.shapes import shaped, shapes_of
     from megatrain_torch.store import bases
@@ -293,16 +294,16 @@ def test_a_plan_counts_codes_and_adapters(toy: Path, capsys: pytest.CaptureFixtu
     asked = ("plan", toy, "--machine", "rtx4090", "--tokens", 1024, "--seq", 64, "--json", "--layers", 6)
     found = {}
     for name, more in (("all", ()), ("lora", ("--lora", "r=4")),
-                       *((base, ("--lora", "r=4", "--base", base)) for base in ("fp8", "nf4"))):
+                       *((base, ("--lora", "r=4", "--base", base)) for base in ("fp8", "nf4", "int8"))):
         assert megatrain(*asked, *more) == 0
         found[name] = json.loads(capsys.readouterr().out)
     linear, rest = 6 * (4 * 128 * 128 + 3 * 128 * 256), 2 * 257 * 128 + 13 * 128
     adapters = 6 * 4 * (4 * 256 + 3 * 384)
-    assert [found[n]["parameters"] for n in found] == [linear + rest, *[linear + rest + adapters] * 3]
-    assert [found[n]["trained"] for n in found] == [linear + rest, *[adapters] * 3]
+    assert [found[n]["parameters"] for n in found] == [linear + rest, *[linear + rest + adapters] * 4]
+    assert [found[n]["trained"] for n in found] == [linear + rest, *[adapters] * 4]
     weights = {n: sum(found[n]["weights"].values()) for n in found}
     assert weights["lora"] - weights["fp8"] == linear - 6 * 7 * ALIGN, "a byte for two, and scales"
-    assert weights["nf4"] < weights["fp8"] < weights["lora"]
+    assert weights["nf4"] < weights["fp8"] < weights["int8"] + 6 * 7 * ALIGN < weights["lora"]
 
 
 def test_a_plan_in_python_is_that_of_the_command_line(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,6 +83,16 @@ def test_scales_that_are_codes_are_made_first(device: str, dtype: torch.dtype) -
 
 @each_device
 @each_type
+@pytest.mark.parametrize("shape", [(16, 64), (5, 7), (1, 8), (3, 1), (130, 264)], ids=str)
+def test_int8_is_llm_int8(device: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    codes = torch.randint(-127, 128, shape, generator=rng(), dtype=torch.int8)
+    scales = torch.rand(shape[0], generator=rng(1)) * 3
+    wanted = codes.to(dtype).mul_(scales.unsqueeze(1).mul(1.0 / 127.0))
+    same(expanded(device, shape, dtype, "int8", codes, scales), wanted)
+
+
+@each_device
+@each_type
 @pytest.mark.parametrize("shape", [(256, 384), (128, 128), (3, 256, 128), (64, 24), (2, 5, 7)], ids=str)
 def test_block_fp8_is_transformers(device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     blocks = [n // 128 if n % 128 == 0 else 1 for n in shape[-2:]]
@@ -173,6 +183,8 @@ def test_numbers_that_are_none_stay_so(device: str) -> None:
     ("nf4", (4, 4), (torch.zeros(8, dtype=torch.uint8), torch.ones(1), None, torch.ones(256)), 64, "go together"),
     ("fp8", (4, 4), (torch.zeros(4, 4, dtype=torch.float8_e4m3fn), torch.ones(1, 1, dtype=torch.uint8), torch.ones(1),
                      torch.ones(256), torch.ones(1)), 0, "scales of FP8 are no codes"),
+    ("int8", (4, 4), (torch.zeros(4, 4, dtype=torch.int8), torch.ones(3)), 0, "scales has 3 elements, not 4"),
+    ("int8", (4, 5), (torch.zeros(4, 4, dtype=torch.int8), torch.ones(4)), 0, "out has 20 elements, not 16"),
     ("fp8", (4, 4), (torch.zeros(4, 4, dtype=torch.float8_e4m3fn), torch.ones(3, 1)), 0, "4 codes in 3 blocks"),
     ("mxfp4", (1, 32, 4), (torch.zeros(1, 4, 1, 8, dtype=torch.uint8), torch.ones(1, 4, 1, dtype=torch.uint8)), 0,
      r"\[E, N, G, 16\]"),
@@ -190,6 +202,6 @@ def test_opcheck(device: str) -> None:
     args = [t.to(device) for t in (packed, scales)]
     torch.library.opcheck(torch.ops.megatrain.expand_codes, (*args, None, None, None, 0, 32,
                                                              torch.empty(8, 8, device=device)), test_utils=tests)
-    codes = torch.ones(8, 8, device=device).to(torch.float8_e4m3fn)
-    torch.library.opcheck(torch.ops.megatrain.expand_codes, (codes, torch.ones(1, 1, device=device), None, None, None, 2,
-                                                             0, torch.empty(8, 8, device=device)), test_utils=tests)
+    codes = torch.ones(8, 8, dtype=torch.int8, device=device)
+    torch.library.opcheck(torch.ops.megatrain.expand_codes, (codes, torch.ones(8, device=device), None, None, None, 2, 0,
+                                                             torch.empty(8, 8, device=device)), test_utils=tests)

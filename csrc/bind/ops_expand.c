@@ -89,6 +89,11 @@ static mt_status format_args(const mt_op_call *c, const mt_op_arg *a, mt_expand 
     const mt_op_tensor *out = &a[OUT].t;
 
     switch (x->format) {
+    case MT_EXPAND_INT8:
+        MT_DO(mt_op_matrix(c, "codes", &a[CODES].t, -1, -1));
+        x->rows = a[CODES].t.size[0];
+        x->cols = a[CODES].t.size[1];
+        return has(c, "scales", &a[SCALES].t, x->rows);
     case MT_EXPAND_FP8:
         return fp8_args(c, a, x);
     case MT_EXPAND_MXFP4:

@@ -36,7 +36,17 @@ static void expand_four(void *arg, int64_t chunk)
     }
 }
 
-/* ---- FP8 ---- */
+/* ---- INT8, FP8 ---- */
+
+static void expand_int8(void *arg, int64_t r)
+{
+    const mt_expand *x = arg;
+    const int8_t    *codes = (const int8_t *)x->codes + r * x->cols;
+    float            scale = ((const float *)x->scales)[r] * (1.0f / 127.0f);
+
+    for (int64_t c = 0; c < x->cols; c++)
+        mt__put(x->dtype, x->out, r * x->cols + c, (float)codes[c] * scale);
+}
 
 /* Rows of all experts are one below the other, and so are their blocks of rows. */
 static void expand_fp8(void *arg, int64_t r)
@@ -79,6 +89,9 @@ void mt_expand_codes(mt_pool *pool, const mt_expand *x)
     mt_expand copy = *x;
 
     switch (x->format) {
+    case MT_EXPAND_INT8:
+        mt_pool_run(pool, expand_int8, &copy, x->rows);
+        break;
     case MT_EXPAND_FP8:
         mt_pool_run(pool, expand_fp8, &copy, x->rows);
         break;

@@ -7,6 +7,7 @@
  *   format  codes                     scales                      element
  *   NF4     u8, two a byte, the       [blocks] fp32, of 2^b       NF4[code] * scale
  *   FP4       first in the high bits    elements of i each        FP4[code] * scale
+ *   INT8    [R,C]                     [R] fp32                    code * (scale * (1/127))
  *   FP8     [E,N,K] E4M3, R = E N     [E,n,k] fp32, of blocks of  code * scale
  *                                       N/n rows, K/k columns
  *   MXFP4   [E,N,G,16] u8, two a      [E,N,G] u8                  E2M1[code] * 2^(scale - 127)
@@ -15,10 +16,10 @@
  *
  * Of NF4 and FP4 scales may be codes themselves (double quantisation): [blocks] u8, and
  *   scale[b] = map[code[b]] * wide[b / 256] + offset, the product and the sum each rounded.
- * 2^128, of MXFP4's 255, is an infinity.
+ * INT8's scale times 1/127 is rounded too. 2^128, of MXFP4's 255, is an infinity.
  *
- * Sources: bitsandbytes 0.50 (Dettmers et al. 2023, "QLoRA"), transformers' Fp8Dequantize and
- * convert_moe_packed_tensors (OCP Microscaling Formats 1.0).
+ * Sources: bitsandbytes 0.50 (Dettmers et al. 2023, "QLoRA"; 2022, "LLM.int8()"), transformers'
+ * Fp8Dequantize and convert_moe_packed_tensors (OCP Microscaling Formats 1.0).
  *
  * Threads: no state here; a pool's run is a pool's (pool.h). Each row is one chunk's alone.
  */
@@ -36,6 +37,7 @@ extern "C" {
 #define MT_EXPAND_FORMATS(X)     \
     X(NF4,   MT_U8,     MT_F32)  \
     X(FP4,   MT_U8,     MT_F32)  \
+    X(INT8,  MT_I8,     MT_F32)  \
     X(FP8,   MT_F8E4M3, MT_F32)  \
     X(MXFP4, MT_U8,     MT_U8)
 

@@ -31,7 +31,7 @@ template <> struct word<2> { using type = unsigned short; };
 template <> struct word<4> { using type = unsigned; };
 template <> struct word<8> { using type = unsigned long long; };
 
-/* ---- codes that lie as their weights do: NF4, FP4, FP8 ---- */
+/* ---- codes that lie as their weights do: NF4, FP4, INT8, FP8 ---- */
 
 // What a thread knows of one format: the number of a pack's element j, and the scale of pack p,
 // whose elements have one. Packs are counted in 32 bits: a division of 64 takes as long as a store.
@@ -66,6 +66,23 @@ struct Four {
         const int at = first ? j : j + 1;
 
         return table[bits >> (at / 2 * 8 + (at % 2 ? 0 : 4)) & 15u];
+    }
+};
+
+struct Int8 {
+    static constexpr int HALVES = 2;
+    const mt_expand &x;
+
+    __device__ Int8(const mt_expand &of, float *) : x(of) {}
+    template <int W> __device__ float scale(unsigned p) const
+    {
+        const unsigned r = p / (unsigned)(x.cols / W);
+
+        return __fmul_rn(static_cast<const float *>(x.scales)[r], 1.0f / 127.0f);
+    }
+    __device__ float number(unsigned long long bits, int j, bool) const
+    {
+        return (float)(signed char)(bits >> 8 * j & 0xffu);
     }
 };
 
@@ -223,6 +240,7 @@ template <typename T> const char *launch_turn(cudaStream_t stream, const mt_expa
 template <typename T> const char *launch_format(cudaStream_t stream, const mt_expand &x)
 {
     switch (x.format) {
+    case MT_EXPAND_INT8:  return launch_flat<Int8, T>(stream, x, x.cols);
     case MT_EXPAND_FP8:   return launch_flat<Fp8, T>(stream, x, x.block_cols);
     case MT_EXPAND_MXFP4: return launch_turn<T>(stream, x);
     default:              return launch_flat<Four, T>(stream, x, (int64_t)1 << x.group_bits);

@@ -42,6 +42,8 @@ class Keeps:
     module: str                         # where it is
     name: str
     holder: str         # the class, there or in its `functional`, of what it is given and keeps, tensors its attributes
+    unused: tuple[tuple[str, Any], ...] = ()    # attributes of ctx for the weight's gradient alone: what to put there
+    lent: tuple[str, ...] = ()          # attributes that the holder, which a module has, took from the weight
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Coding:
     dtype: torch.dtype | None           # of its values; None: that of what it is multiplied with
     strands: tuple[str, ...]            # their names, in the order of the op's arguments
     group: int = 0                      # the op's
+    rounds: bool = False                # the package rounds what it multiplies codes with to codes too, on a GPU
 
 
 class Format:
@@ -196,7 +199,7 @@ def dense_bytes(module: nn.Module, experts: int = 0) -> tuple[int, int]:
     return parts + one, kept
 
 
-# ---- bitsandbytes: Params4bit, a tensor of two codes a byte with its QuantState ----
+# ---- bitsandbytes: Params4bit, a tensor of two codes a byte with its QuantState; Int8Params with scales SCB ----
 
 _UNMADE = "is not quantised yet: bitsandbytes does that when it is moved to a device; model.to('cpu') is enough"
 _BNB = "bitsandbytes.autograd._functions"
@@ -206,6 +209,7 @@ def _bare(p: nn.Parameter, codes: Tensor) -> Any:
     """Of the parameter's own class, over codes, with its attributes."""
     out = codes.as_subclass(plain_kind(p))
     out.__dict__.update((k, v) for k, v in p.__dict__.items() if not k.startswith("_mt"))
+    out.in_a_slot = True
     return out
 
 
@@ -266,6 +270,45 @@ class _FourBits(Format):
             whole.data.as_subclass(Tensor), whole.quant_state)
 
 
+class _EightBits(Format):
+    name, linear, saves = "bitsandbytes LLM.int8", "Linear8bitLt", False
+    keeps = (Keeps(_BNB, "MatMul8bitLt", "MatmulLtState", (("tensors", (None, None, None)),), ("CB", "SCB")),
+             Keeps(_BNB, "MatMul8bitFp", "MatmulLtState", (("A", None),), ("CB", "SCB")))
+
+    def strands(self, p: Any, m: Any) -> Strands:
+        if p.has_fp16_weights:
+            raise MegatrainError("is quantised anew in each forward (has_fp16_weights=True); load it with "
+                                 "has_fp16_weights=False, which freezes it")
+        scales = p.SCB if p.SCB is not None else m.state.SCB         # where the module's first forward puts them
+        if scales is None:
+            raise MegatrainError(_UNMADE)
+        return {"": p.data, "SCB": scales}
+
+    def whole(self, p: Any, strands: Strands) -> Tensor:
+        out = _bare(p, strands[""])
+        out.CB, out.SCB = strands[""], strands["SCB"]
+        return out
+
+    def put(self, p: Any, m: Any, strands: Strands) -> None:
+        # While it is streamed p has no codes besides its own: the module finds a window's in what that gives it.
+        p.CB, p.SCB = None if strands[""] is p else strands[""], strands["SCB"]
+        if hasattr(m, "state"):
+            m.state.CB = m.state.SCB = None
+
+    def label(self, p: Any, name: str, strand: str) -> str:
+        return f"{name.rpartition('.')[0]}.{strand}".lstrip(".")
+
+    def beside(self, p: Any, name: str) -> Strands:
+        return {f"{name}_format": torch.tensor(0, dtype=torch.uint8)}
+
+    def coding(self, p: Any) -> Coding | None:
+        return Coding("int8", p.shape, None, ("", "SCB"), rounds=True)
+
+    def dense(self, whole: Any, dtype: torch.dtype) -> Tensor:
+        """As MatMul8bitFp makes it."""
+        return whole.CB.as_subclass(Tensor).to(dtype).mul_(whole.SCB.unsqueeze(1).mul(1.0 / 127.0))
+
+
 # ---- ours: codes that stand for 16-bit weights, which a window has ----
 
 class _Ours(Format):
@@ -284,7 +327,7 @@ class _Ours(Format):
 
 
 FORMATS: dict[tuple[str, str], Format] = {      # by package and class of the parameter
-    ("bitsandbytes", "Params4bit"): _FourBits(),
+    ("bitsandbytes", "Params4bit"): _FourBits(), ("bitsandbytes", "Int8Params"): _EightBits(),
     **dict.fromkeys((("torchao", "Int8Tensor"), ("torchao", "Float8Tensor")), Format()),
     ("megatrain_torch", "Coded"): _Ours()}
 KNOWN = "; ".join(format.name for format in dict.fromkeys(FORMATS.values()))

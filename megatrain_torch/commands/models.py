@@ -8,6 +8,7 @@ import difflib
 import functools
 import importlib
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -83,7 +84,7 @@ def transformers() -> Any:
 
 def check_packages(adapters: bool, base: str) -> None:
     need("adapters need", *["peft"] * adapters)
-    need(f"base={base} needs", *["bitsandbytes"] * (base == "nf4"))
+    need(f"base={base} needs", *["bitsandbytes"] * (base in ("nf4", "int8")))
 
 
 def load_config(name: str) -> Any:
@@ -109,6 +110,8 @@ def load_model(name: str, dtype: str, has_values: bool = True, base: str = "none
     linear weights are kept; "whole": in 16 bits, where files have codes of them too. scores: one that gives a text a
     number, in the place of the next token."""
     tf = transformers()
+    if base == "int8":                               # it says of each product that operands become fp16 first
+        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     kind, more = ((tf.AutoModelForSequenceClassification, {"num_labels": 1}) if scores
                   else (tf.AutoModelForCausalLM, {}))
     before = tf.utils.logging.get_verbosity()

@@ -65,7 +65,7 @@ def runs(module: nn.Module, device: str) -> Template:
         raise Unfit(why)
     if fused is not None:
         return fused.template
-    found = template(module)
+    found = template(module, device)
     inside = hf_calls.hooks_of(m for m in module.modules() if m is not module)
     dtype = dtype_of(module, codings_of(module)) or next(p.dtype for p in module.parameters())
     _check_now(found, inside, device, dtype)
@@ -157,7 +157,7 @@ class Fused:
         self.codings = codings_of(module)
         self.dtype = dtype_of(module, self.codings) or window.records[0].dtype
         self.parameters = names_of(window.inner)
-        self.template = template(module)
+        self.template = template(module, window.runtime.device.type)
         self.sizes = self.template.sizes(self.dtype.itemsize)
         self.coded_linears = {n: m for n, m in module.named_modules() if format_of(dict.get(m._parameters, "weight"))}
         self.wrappers, self.loops = [], []

@@ -286,8 +286,8 @@ def from_pretrained(cls: Any, path: str | Path, *, device: str | torch.device | 
         cls: AutoModelForCausalLM, or any class with from_pretrained. path: a folder, or what it takes.
         dtype: of the streamed weights; None: the files'.
         device, tokens, seq, vram, host, nvme, states, units, compute, products, plan, group, reduce: as for mt.stream.
-        base: frozen weights of linear layers as codes, quantized a tensor at a time while they are read. "nf4" is
-            bitsandbytes', of experts in one tensor too. "fp8" has blocks of 128 by 128. "fp8" and
+        base: frozen weights of linear layers as codes, quantized a tensor at a time while they are read. "nf4" and
+            "int8" are bitsandbytes', "nf4" of experts in one tensor too. "fp8" has blocks of 128 by 128. "fp8" and
             "mxfp4" keep what a checkpoint has so.
         adapter: a config of PEFT's: the model gets that adapter before it is streamed.
         kwargs: for cls.from_pretrained. With output_loading_info=True its report is returned too.

@@ -24,7 +24,7 @@ from ..base.errors import MegatrainError
 from ..base.units import output_embeddings
 from ..ops import nf4_codes
 
-BASES = ("nf4", "fp8", "mxfp4")
+BASES = ("nf4", "int8", "fp8", "mxfp4")
 
 
 def with_base(cls: Any, path: str | Path, base: str, dtype: torch.dtype | None, **kwargs: Any) -> Any:
@@ -41,6 +41,8 @@ def with_base(cls: Any, path: str | Path, base: str, dtype: torch.dtype | None, 
         settings = {"quantization_config": tf.BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=dtype or config.dtype or torch.bfloat16)}
+    elif base == "int8":
+        settings = {"quantization_config": tf.BitsAndBytesConfig(load_in_8bit=True)}
     how = {"dtype": dtype or "auto", "device_map": "cpu", **kwargs, **settings}
     with _in_pages_of_their_own(), contextlib.ExitStack() as meanwhile:
         for attribute in _makers() if base == "nf4" else _keepers(tf, base) if _method(config) else ():
@@ -223,9 +225,10 @@ def shape_codes(model: nn.Module, config: Any, base: str, dtype: torch.dtype) ->
     """Weights of the linear layers of a model on the meta device become what with_base makes or keeps, or refuses."""
     name = config._name_or_path or type(config).__name__
     there = check_base(config, name, base)
-    if base == "nf4":
-        _shape_by_bitsandbytes(model, dtype)
-        _to_nf4(model)
+    if base in ("nf4", "int8"):
+        _shape_by_bitsandbytes(model, base, dtype)
+        if base == "nf4":
+            _to_nf4(model)
     elif base == "fp8":
         _to_fp8(model, bool(there))
     for _, m, n, p in _stacks(model) if base == "mxfp4" else ():         # GPT-OSS: 32 of a column in a block
@@ -239,7 +242,7 @@ def shape_codes(model: nn.Module, config: Any, base: str, dtype: torch.dtype) ->
 FORMS = "bitsandbytes.forms"         # not a module of the package: formats are known by the names of classes
 
 
-def _shape_by_bitsandbytes(model: Any, dtype: torch.dtype) -> None:
+def _shape_by_bitsandbytes(model: Any, base: str, dtype: torch.dtype) -> None:
     """As transformers' replace_with_bnb_linear and its quantizer leave a model, by classes of the same names that have
     the form alone: the package need not be there."""
     from transformers.pytorch_utils import Conv1D
@@ -250,8 +253,9 @@ def _shape_by_bitsandbytes(model: Any, dtype: torch.dtype) -> None:
         return torch.empty(n, dtype=kind, device="meta")
 
     sys.modules.setdefault(FORMS, sys.modules[__name__])
-    of_linear = type("Linear4bit", (_Form,), {"__module__": FORMS, "forward": _Form.forward})
-    of_weight = type("Params4bit", (nn.Parameter,), {"__module__": FORMS})
+    of_linear, of_weight = ("Linear4bit", "Params4bit") if base == "nf4" else ("Linear8bitLt", "Int8Params")
+    of_linear = type(of_linear, (_Form,), {"__module__": FORMS, "forward": _Form.forward})
+    of_weight = type(of_weight, (nn.Parameter,), {"__module__": FORMS})
     rest = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]
     for name, m in list(model.named_modules()):
         if type(m) not in (nn.Linear, Conv1D) or not should_convert_module(name, rest):
@@ -259,15 +263,18 @@ def _shape_by_bitsandbytes(model: Any, dtype: torch.dtype) -> None:
         rows, columns = m.weight.shape if type(m) is nn.Linear else m.weight.shape[::-1]
         with torch.device("meta"):
             linear = _Form(columns, rows, m.bias is not None).to(dtype)
-        # Double quantisation: a scale of a byte for 64 weights, an fp32 one for 256 of these.
-        blocks = -(-rows * columns // 64)
-        nested = types.SimpleNamespace(absmax=some((-(-blocks // 256),)), code=some((256,)), blocksize=256)
-        codes = some((-(-rows * columns // 2), 1), torch.uint8)
+        if base == "nf4":        # double quantisation: a scale of a byte for 64 weights, an fp32 one for 256 of these
+            blocks = -(-rows * columns // 64)
+            nested = types.SimpleNamespace(absmax=some((-(-blocks // 256),)), code=some((256,)), blocksize=256)
+            state = types.SimpleNamespace(
+                absmax=some((blocks,), torch.uint8), shape=torch.Size((rows, columns)), code=some((16,)), blocksize=64,
+                quant_type="nf4", dtype=dtype, offset=some(()), state2=nested)
+            codes, about = some((-(-rows * columns // 2), 1), torch.uint8), {"quant_state": state}
+            linear.compute_dtype = dtype
+        else:
+            codes, about = some((rows, columns), torch.int8), {"has_fp16_weights": False, "SCB": some((rows,))}
         linear.__class__, linear.weight = of_linear, torch.Tensor._make_subclass(of_weight, codes, False)
-        linear.compute_dtype = dtype
-        linear.weight.quant_state = types.SimpleNamespace(
-            absmax=some((blocks,), torch.uint8), shape=torch.Size((rows, columns)), code=some((16,)), blocksize=64,
-            quant_type="nf4", dtype=dtype, offset=some(()), state2=nested)
+        vars(linear.weight).update(about)
         model.set_submodule(name, linear)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base import patches
-from ..base.codes import Format, Strand, format_of
+from ..base.codes import Format, Keeps, Strand, format_of
 from .guard import StreamedParameter, made_kind, values_of
 from .records import Record
 
@@ -128,14 +128,14 @@ def keep_in_sight(formats: Iterable[Format]) -> None:
         module: Any = importlib.import_module(keeps.module)
         holder = getattr(module, keeps.holder, None) or getattr(module.F, keeps.holder)
         patches.once(f"{keeps.module}.{keeps.name}", lambda module=module, keeps=keeps, holder=holder: patches.replaced(
-            module, keeps.name, seen(getattr(module, keeps.name), holder)))
+            module, keeps.name, seen(getattr(module, keeps.name), keeps, holder)))
 
 
 class _Saved(int):
     """In the place of a tensor: the number of the saved one."""
 
 
-def seen(own: Any, holder: type) -> Any:
+def seen(own: Any, keeps: Keeps, holder: type) -> Any:
     """The Function `own`, whose tensors on `ctx` are saved ones. holder: a class of objects that have some."""
 
     def forward(ctx: Any, a: Tensor, weight: Tensor, *args: Any) -> Any:
@@ -147,8 +147,15 @@ def seen(own: Any, holder: type) -> Any:
             return _Saved(len(found) - 1)
 
         if any(ctx.needs_input_grad):
+            if not ctx.needs_input_grad[1]:
+                vars(ctx).update((name, value) for name, value in keeps.unused if name in vars(ctx))
             vars(ctx).update({name: _replaced(value, Tensor, number, holder) for name, value in vars(ctx).items()})
             ctx.save_for_backward(*found)
+        if getattr(weight, "in_a_slot", False):
+            for state in (x for x in args if isinstance(x, holder)):
+                for name in keeps.lent:      # a module's state outlives the window; the weight is the window's
+                    setattr(weight, name, getattr(state, name))
+                    setattr(state, name, None)
         return out
 
     def backward(ctx: Any, *grads: Any) -> Any:

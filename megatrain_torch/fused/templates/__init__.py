@@ -21,12 +21,15 @@ from .parts import Sizes, Template, Unfit
 from .weights import Coded, Weights
 
 
-def template(module: nn.Module) -> Template:
-    """The template that covers a module; else Unfit, whose text says why it is no decoder layer."""
+def template(module: nn.Module, device: str = "") -> Template:
+    """The template that covers a module on such a device; else Unfit, whose text says why it is no decoder layer."""
     for kind in (Embedding, LoneNorm):
         with contextlib.suppress(Unfit):
             return kind(module)
-    return Decoder(module)
+    found = Decoder(module)
+    if found.rounds and device == "cuda":
+        raise Unfit("the package of its codes rounds activations to 8 bits on a GPU")
+    return found
 
 
 __all__ = ["Coded", "Sizes", "Template", "Unfit", "Weights", "template"]

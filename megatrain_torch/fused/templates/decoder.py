@@ -50,6 +50,7 @@ class Decoder(Template):
         self.linears = *self.attention.linears, *self.mlp.linears
         self.open = [(self.attention, "rotary"), *self.mlp.open, *((n, "style") for n in self.norms)]
         self.codings, self.config = codings_of(layer), self.attention.config
+        self.rounds = any(c.rounds for c in self.codings.values())
         self.coded = (not self.codings and not any(one.beside for one in self.linears)
                       and any(fits((sum(one.rows), one.inputs), torch.bfloat16) for one in self.linears))
         known = {*self.attention.names, *self.mlp.names, *(n.weight for n in self.norms),

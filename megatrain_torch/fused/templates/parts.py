@@ -56,13 +56,14 @@ class Template:
 
     Attributes:
         swaps: what it keeps may wait in host memory, and it can make its output again.
+        rounds: it is nothing for a GPU, where the package of its codes rounds activations to codes too.
         coded: its products, one at least, may be of 8-bit codes (weights.Coded).
         routes: it has a mixture of experts.
         open: (part, attribute): what a proof finds beside the structure; it differs from case to case.
         config: of the model; a template in other settings has the same.
     """
 
-    swaps, coded, routes = False, False, False
+    swaps, rounds, coded, routes = False, False, False, False
     open: list[tuple[Any, str]] = []
     config: Any = None
     check: Any = staticmethod(lambda: None)
