@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
 import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,7 +25,8 @@ from ..base.errors import MegatrainError
 from .control import PATIENCE, Control
 
 _CONNECT_BYTES = 16 << 20    # to each rank
-_PR_SET_PDEATHSIG = 1        # of linux/prctl.h
+_LAUNCHER_S = 1.0            # from one look for the launcher to the next
+_watching = threading.Lock() # taken for good by the first
 
 
 class Ranks:
@@ -228,7 +230,17 @@ def shared(ranks: Ranks, own: int) -> int:
                                  "processes of one machine have to be one user's, and in one container") from error
 
 
-def end_with_torchrun() -> None:
-    """Where torchrun started this process, the kernel sends it SIGTERM when that is killed, for nobody else ends it."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+# ---- the process that started this one, and others beside it: where it is killed, nobody is left to end them ----
+
+def watch_torchrun() -> None:
+    """Where torchrun started this process, it is told to end, by SIGTERM, when that is gone."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and _watching.acquire(blocking=False):
+        threading.Thread(target=_end_with, args=(os.getppid(),), name="mt-launcher", daemon=True).start()
+
+
+def _end_with(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(_LAUNCHER_S)
+    print(f"megatrain_torch: the launcher (process {launcher}) ended, and so does rank {os.environ.get('RANK', '?')}",
+          file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)

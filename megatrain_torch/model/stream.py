@@ -36,7 +36,7 @@ from ..fused.trl import defer, trainers
 from ..graph.exchange import Exchange
 from ..group.between import Between
 from ..group.control import calling
-from ..group.ranks import Ranks, as_one, end_with_torchrun, ranks_of, shared
+from ..group.ranks import Ranks, as_one, ranks_of, shared, watch_torchrun
 from ..plans.planner import Plan
 from ..plans.room import Room, shortage
 from ..plans.shapes import shaped
@@ -389,7 +389,7 @@ def engine(where: torch.device, choices: Choices, ranks: Ranks | None) -> _core.
     if ranks is None:
         core = _core.Engine(device, index, threads, doors.delay_us, doors.seed)
     else:
-        end_with_torchrun()
+        watch_torchrun()
         nodes = ranks.gather(_node(index) if device == "cuda" else -1)
         before = os.sched_getaffinity(0)
         near = processors([nodes[r] for r in ranks.mates], nodes[ranks.rank], before)
