@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import ast
-import base64
 import contextlib
 import datetime
 import errno
@@ -10,7 +9,6 @@ import importlib.util
 import itertools
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -18,7 +16,6 @@ import subprocess
 import sys
 import time
 import types
-import xml.dom.minidom
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -519,27 +516,6 @@ def test_a_run_generates_and_is_evaluated(whole_run: Path, capsys: pytest.Captur
     assert "every prompt is longer than a row of 5 (--seq), or as long" in said
 
 
-def outside(page: str) -> list[str]:
-    """What a page would fetch from elsewhere: all but its own anchors and data."""
-    links = re.findall(r"""(?:src|href|srcset|data|action)\s*=\s*["']?\s*([^"'\s>]+)""", page)
-    links += re.findall(r"""url\(\s*["']?([^"')]+)""", page) + re.findall(r"@import\s+([^;]+)", page)
-    return [link for link in links if not link.startswith(("#", "data:"))]
-
-
-def test_the_report_is_one_page_with_curves_a_time_line_and_memory(whole_run: Path) -> None:
-    with (whole_run / "whole/log.jsonl").open("a") as log:
-        log.write('{"step": 9, "lo')                     # as a crash leaves it
-    assert megatrain("report", whole_run / "whole") == 0
-    text = (whole_run / "whole/report.html").read_text()
-    assert not outside(text), "it loads something"
-    assert outside(text + "<img src='https://a.org/b.png'>") and outside(text + '<a href = "//a.org">')
-    assert outside(text + "<style>p{background:url(http://a.org/b)}</style>")
-    for words in ("norm of the gradients", "what bound it", "tier by tier", "moments", "eval_loss", "Step 8 of 8"):
-        assert words in text, words
-    drawn = re.search(r"<img alt='loss: loss.*?base64,([^']+)'", text)
-    xml.dom.minidom.parseString(base64.b64decode(drawn[1]))
-
-
 def refused(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
     assert megatrain(*words) == 1
     return capsys.readouterr().err
@@ -667,8 +643,6 @@ def test_words_of_refusals_say_what_to_do(whole_run: Path, toy: str, capsys: pyt
         (("generate", run, "--prompt", "a", "--temperature", -1), "temperature=-1.0: 0 or more is needed"),
         (("generate", run, "--prompt", "a", "--top-p", 7), "top_p=7.0: a share is needed"),
         (("generate", run, "--prompt", "a", "--device", "cuda"), "device=cuda: torch sees no CUDA device"),
-        (("report", run, "--out", toy), f"{toy}: Is a directory"),
-        (("report", run, "--out", run / "no/a.html"), f"{run / 'no/a.html'}: No such file or directory"),
         (("doctor", "--device", "cuda"), "--device cuda: torch sees no CUDA device"),
         (("doctor", "--out", "/proc/n/m.json"), "--out /proc/n: nothing can be written there"),
         (("plan", run, "--tokens", 64, "--seq", 64, "--machine", whole_run / "list.json"), "list.json: not a machine"),

@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("transformers")
 from test_cli import MARKED, TEXT, bytes_tokenizer, megatrain, refused, threads, toy, trained_words  # noqa: F401
-from test_cli_keeps import unpainted  # noqa: F401
 
 from megatrain_torch import MegatrainError
 from megatrain_torch.commands import data, folder, records, train

@@ -237,12 +237,6 @@ def test_a_run_is_evaluated_written_with_and_exported(run: tuple[Path, Batches],
     assert abs(float(capsys.readouterr().out.split()[1]) - loss) < 0.02
 
 
-def test_the_report_and_the_start_name_both(run: tuple[Path, Batches]) -> None:
-    assert megatrain("report", run[0]) == 0
-    page = (run[0] / "report.html").read_text()
-    assert f"lora: {ASKED}\nbase: fp8\n" in page
-
-
 def test_what_cannot_be_is_said_before_weights_are_read(run: tuple[Path, Batches], toy: Path, tmp_path: Path,
                                                         capsys: pytest.CaptureFixture[str]) -> None:
     out, text = run[0], toy / "my.txt"

@@ -4,7 +4,6 @@
     log.jsonl                 a line for each logged step and each evaluation
     checkpoint-200/ ...       all that resume needs, in Hugging Face format
     model/                    the model at the end
-    plan.html, step.html, storage.html, timeline.svg      for `megatrain report`
     megatrain-run.json        the marker: what makes a folder a run, and each entry that the run made
     .megatrain-run.lock       while a command writes; locked (flock), however that command ends
 
@@ -40,7 +39,7 @@ CONFIG, LOG, FINAL = "config.yaml", "log.jsonl", "model"
 WHOLE = "trainer_state.json"                 # of a checkpoint: written last, removed first
 UNFINISHED = ".unfinished"                   # small files of a checkpoint that is being written
 HALF = "model.unfinished"                    # the model at the end, until it has its name
-PAGES = ("plan.html", "step.html", "storage.html", "timeline.svg")
+PAGES = ("plan.html", "step.html", "storage.html", "timeline.svg")   # that runs had before, for a report
 FILE, SCRATCH = "file", "scratch"            # of an entry that is no folder of files; of one that goes as a whole
 ADAPTER = "adapter_config.json"              # of PEFT: what makes a folder an adapter
 # With names that mt.save gives meanwhile.
@@ -129,8 +128,8 @@ class Owned:
     def strangers(self) -> list[str]:
         """Names in the folder that a run gives, of what this run did not make, or not as it is now."""
         names = sorted(p.name for p in self.run.iterdir()) if self.run.is_dir() else ()
-        return [path for name in names if name in _WHOLES or name == FINAL or _CHECKPOINT.fullmatch(name)
-                for path in self.changed(name)]
+        return [path for name in names if name not in PAGES and (
+            name in _WHOLES or name == FINAL or _CHECKPOINT.fullmatch(name)) for path in self.changed(name)]
 
     def changed(self, name: str) -> list[str]:
         """Of an entry the paths, from the run's folder, that are not as the run left them; of none that is listed its
@@ -193,7 +192,7 @@ class Owned:
         for name in list(self.entries):
             self._remove_drafts(name)
             self.remove(name)
-        self.entries, self.data = {name: kind for name, kind in _WHOLES.items() if name != HALF}, data
+        self.entries, self.data = {name: kind for name, kind in _WHOLES.items() if name not in (HALF, *PAGES)}, data
         self._write()
 
     def go_on(self, data: dict[str, Any]) -> None:

@@ -69,11 +69,9 @@ class Run:
 
 
 class Streamed:
-    """In front of a trainer of transformers or TRL whose model is streamed, with mt.AdamW as its optimizer. trace: of
-    the model, None where another process has the folder."""
+    """In front of a trainer of transformers or TRL whose model is streamed, with mt.AdamW as its optimizer."""
 
     run: Run
-    trace: mt.Trace | None = None
     _logged: tuple[int, float] | None = None         # step, and when; None: before the first of this process
     _saving: mt.Saving | None = None
 
@@ -92,9 +90,9 @@ class Streamed:
         """The signal that asked it to stop; 0: it came to the end."""
         team, stopping = self.run.team, self.run.settings.early_stopping
         requests, tracing = Requests(team), mt.trace(self.model) if team.first else contextlib.nullcontext()
-        with tracing as self.trace, hearing(requests.heard):
+        with tracing as trace, hearing(requests.heard):
             self.remove_callback(PrinterCallback)
-            for callback in [requests, *([Bar(say, self.trace)] if team.first else []),
+            for callback in [requests, *([Bar(say, trace)] if team.first else []),
                              *([EarlyStoppingCallback(stopping)] if stopping else [])]:
                 self.add_callback(callback)
             try:
@@ -104,8 +102,6 @@ class Streamed:
             if skipped := self._optimizer().skipped_steps:
                 say(f"{skipped} steps had gradients that are not finite and changed nothing; a lower --lr than "
                     f"{self.run.settings.lr:g} may do")
-            if not requests.stop:
-                self.write_pages()
         return requests.stop
 
     # ---- log.jsonl ----
@@ -161,7 +157,6 @@ class Streamed:
         asked = {"lora": self.run.settings.lora, "base": self.run.settings.base}         # what resume compares
         self._saving = mt.save(self.model, self._optimizer(), beside.parent / name, scheduler=self.lr_scheduler,
                                extra=asked, asynchronous=True)
-        self.write_pages()
 
     def finish_saving(self) -> None:
         """Waits for the checkpoint under way, which counts then; older ones may go. Interrupted, it is under way
@@ -211,17 +206,6 @@ class Streamed:
         if self.run.settings.early_stopping and (best := self.state.best_model_checkpoint):
             checkpoint = checkpoint.with_name(Path(best).name)
         mt.load(self.model, self._optimizer(), checkpoint, convert=self.run.convert)
-
-    def write_pages(self) -> None:
-        """What `megatrain report` shows of the last steps."""
-        if self.trace is None:
-            return
-        run = Path(self.args.output_dir)
-        (run / "storage.html").write_text(mt.storage(self.model)._repr_html_())
-        if steps := self.trace.steps(1):
-            (run / "step.html").write_text(steps[-1]._repr_html_())
-            with contextlib.suppress(MegatrainError):        # matplotlib is not needed for training
-                self.trace.picture(run / "timeline.svg")
 
 
 class OfRows(Streamed):

@@ -223,7 +223,7 @@ def _prepared(settings: Settings, team: Team, owned: Owned, checkpoint: Path | N
     try:
         team.first_does(lambda: models.writable(out))
         with in_flags(*PLANNED, gpus=settings.gpus):
-            settings, how, page = _planned(model, settings, team)
+            settings, how = _planned(model, settings, team)
             begin = _first_line(model, settings, train, held)
             run = loop.Run(settings, team, owned, convert, scratch)
             trainer = loop.trainer_of(run, model, tokenizer, train, held, how, reward)
@@ -236,8 +236,6 @@ def _prepared(settings: Settings, team: Team, owned: Owned, checkpoint: Path | N
                 out.rmdir()
         raise
     if team.first:
-        if page:
-            (out / "plan.html").write_text(page)
         folder.write_yaml(out / folder.CONFIG, settings)
     say(begin)
     return trainer
@@ -257,8 +255,8 @@ def _finish(trainer: Any, seconds: float) -> None:
     rose, chat = trainer.rose(), " --chat" if owned.data.get("chat") else ""
     end = "done" if not rose else f"{rose}: the run diverged, and a lower --lr than {settings.lr:g} may not; over"
     say(f"{end} in {seconds:.0f} s; the {'model' if settings.lora is None else 'adapter'} is {final}")
-    tried = "" if settings.method == "reward" else f"try it: megatrain generate {owned.run}{chat} --prompt '...'     "
-    say(f"{tried}look: megatrain report {owned.run}")
+    if settings.method != "reward":
+        say(f"try it: megatrain generate {owned.run}{chat} --prompt '...'")
     if settings.push_to_hub is None:
         return
     import huggingface_hub
@@ -271,12 +269,12 @@ def _finish(trainer: Any, seconds: float) -> None:
     say(f"{final} is on the hub: {found}")
 
 
-def _planned(model: Any, settings: Settings, team: Team) -> tuple[Settings, dict[str, Any], str]:
-    """(with micro-batches, how to stream, the plan's page): on CUDA by the plan of least time for this machine."""
+def _planned(model: Any, settings: Settings, team: Team) -> tuple[Settings, dict[str, Any]]:
+    """(with micro-batches, how to stream): on CUDA by the plan of least time for this machine."""
     if settings.device == "cpu":
         return settings.with_(micro=settings.micro or 1), {
             "device": "cpu", "plan": {"states": settings.states}, "host": settings.host, "nvme": settings.nvme,
-            "products": settings.products}, ""
+            "products": settings.products}
     from .loop import classes
 
     trainer = None if settings.method == "sft" else classes(settings.method)[0]
@@ -285,7 +283,7 @@ def _planned(model: Any, settings: Settings, team: Team) -> tuple[Settings, dict
         **{name: getattr(settings, name) for name in ("seq", "vram", "host", "micro", "states", "products", "nvme",
                                                       "gpus")}))
     say(str(plan).split("\n\n")[0])
-    return settings.with_(micro=plan.micro), {"device": "cuda", "plan": plan}, plan._repr_html_()
+    return settings.with_(micro=plan.micro), {"device": "cuda", "plan": plan}
 
 
 def _check_disk(model: Any, settings: Settings, there: int) -> None:

@@ -1,13 +1,10 @@
-"""megatrain plan, eval, generate, export, report and doctor."""
+"""megatrain plan, eval, generate, export and doctor."""
 from __future__ import annotations
 
 import argparse
-import base64
 import contextlib
 import dataclasses
 import functools
-import html
-import io
 import json
 import math
 import shutil
@@ -52,11 +49,6 @@ def add(commands: Any) -> None:
     parser.add_argument("--merged", action="store_true", help="of a run with adapters: the model that it began with, "
                         "its weights of 16 or 32 bits read anew, with the adapters in them")
     parser.set_defaults(run=export)
-
-    parser = commands.add_parser("report", help="a page about a run: curves, time line, memory")
-    parser.add_argument("run_folder", type=Path, metavar="RUN")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in the run's folder")
-    parser.set_defaults(run=report)
 
     parser = commands.add_parser("doctor", help="measure what this machine can do, and keep it for plans")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda if there is one")
@@ -172,71 +164,6 @@ def export(args: argparse.Namespace) -> None:
             tokenizer.save_pretrained(half)
             end = f"the adapter of {end}; it goes over {source.model}; --merged makes one model of both"
     say(end)
-
-
-# ---- report: one HTML file that needs nothing else -----------------------------------------------
-
-LARGEST = 1e100                                      # of a number in a curve
-CURVES = {"loss": ("loss", "eval_loss"), "norm of the gradients": ("grad_norm",),
-          "learning rate": ("learning_rate",), "tokens a second": ("tokens_per_second",)}
-STYLE = "body{font:14px sans-serif;margin:2em;max-width:1000px}svg,img{max-width:100%;height:auto}h2{margin-top:1.5em}"
-# Whoever wrote the pages and pictures of a run's folder: nothing in them runs, or loads anything.
-HEAD = ("<!doctype html><meta charset='utf-8'><meta http-equiv='Content-Security-Policy' content=\"default-src 'none'; "
-        "img-src data:; style-src 'unsafe-inline'\"><title>megatrain</title>")
-
-
-def report(args: argparse.Namespace) -> None:
-    out = args.out or args.run_folder / "report.html"
-    text = page(args.run_folder)
-    if out.exists() and not out.read_bytes().startswith(HEAD.encode()):
-        raise MegatrainError(f"out={out} is there, and is no report of megatrain: it stays; name another")
-    out.write_text(text)
-    say(f"{out}")
-
-
-def page(run_folder: Path) -> str:
-    settings, lines = folder.settings_of(run_folder), folder.lines(run_folder)
-    if not lines:
-        raise MegatrainError(f"{run_folder} has logged no step yet; come back when one is made")
-    # What else may stand in a log than finite numbers is no point of a curve.
-    found = {name: points for names in CURVES.values() for name in names if (points := [
-        (line["step"], line[name]) for line in lines
-        if type(line.get(name)) in (int, float) and abs(line[name]) < LARGEST])}
-    words = f"Step {lines[-1]['step']} of {settings.steps}" + "".join(
-        f"; {name} {found[name][0][1]:.4g} at first, {found[name][-1][1]:.4g} at last"
-        for name in CURVES["loss"] if name in found)
-    parts = [f"<h1>{html.escape(run_folder.resolve().name)}</h1><p>{words}.</p>{_curves(found)}"]
-    for title, name in (("The last step, and what bound it", "step.html"), ("The last steps", "timeline.svg"),
-                        ("Memory, tier by tier", "storage.html"), ("The plan", "plan.html")):
-        if (path := run_folder / name).is_file():
-            # A page gets a frame in which scripts do not run; the head holds in it too.
-            shown = _picture(path.read_bytes(), "") if path.suffix == ".svg" else (
-                f"<iframe sandbox style='width:100%;height:32em;border:0' "
-                f"srcdoc='{html.escape(path.read_text(errors='replace'))}'></iframe>")
-            parts.append(f"<h2>{title}</h2>{shown}")
-    said = html.escape((run_folder / folder.CONFIG).read_text())
-    return f"{HEAD}<style>{STYLE}</style>{''.join(parts)}<h2>Settings</h2><pre>{said}</pre>"
-
-
-def _picture(svg: bytes, text: str) -> str:
-    return f"<img alt='{html.escape(text)}' src='data:image/svg+xml;base64,{base64.b64encode(svg).decode()}'>"
-
-
-def _curves(found: dict[str, list[tuple[int, float]]]) -> str:
-    """One picture; its text says what is drawn."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return "<p>pip install matplotlib draws curves here.</p>"
-    figure, told = Figure(figsize=(10, 5.6), layout="constrained"), []
-    for i, (title, names) in enumerate(CURVES.items(), 1):
-        axes = figure.add_subplot(2, 2, i, title=title, xlabel="step")
-        if drawn := [axes.plot(*zip(*found[name]), ".-", label=name) for name in names if name in found]:
-            axes.legend()
-            told.append(f"{title}: {', '.join(line.get_label() for [line] in drawn)}")
-    svg = io.BytesIO()
-    figure.savefig(svg, format="svg")
-    return _picture(svg.getvalue(), "; ".join(told))
 
 
 @in_flags("device", "out", "disk", "gpus")
