@@ -4,7 +4,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import shutil
@@ -219,8 +218,8 @@ def _add_plan(commands: Any) -> None:
     add("--homes", choices=mt.choices("homes"), help="of all units; default: each where it is best")
     add("--activations", choices=modes, metavar="MODE",
         help=f"of all layers: {', '.join(modes)}; default: what is best")
-    add("--gpus", metavar="N", help="of a machine, each with so many tokens a step; 1,2,4,8: a table. Default: 1")
-    add("--machines", metavar="N", help="with so many GPUs each, and a host like this one's; 1,2,4: a table")
+    add("--gpus", type=int, metavar="N", help="of a machine, each with so many tokens a step; default: 1")
+    add("--machines", type=int, metavar="N", help="with so many GPUs each, and a host like this one's")
     add("--layers", type=int, metavar="N", help="instead of the config's own number")
     add("--json", action="store_true", help="the plan, or why there is none and what would fit, as JSON, in bytes")
     add("--compute", choices=["auto", "fused", "eager"], help="fused layers, or the model's own code; default: fused "
@@ -282,73 +281,26 @@ def _plan(given: dict[str, Any], as_json: bool) -> int:
         model = models.empty(config, layers=given.get("layers"))
         asked |= {"base": None if base == "none" else base, "adapter": models.lora_config(model, words)}
 
-    @functools.cache
-    def planned(machines: int, gpus: int) -> mt.Plan | MegatrainError:
+    found, one = mt.plan(config, **asked), None
+    if (many := found.gpus * found.machines) > 1:
         try:
-            return mt.plan(config, **asked | {"gpus": gpus, "machines": machines})
+            one = mt.plan(config, **asked | {"gpus": 1, "machines": 1})
         except MegatrainError as why:
             if not hasattr(why, "refusal"):
                 raise
-            return why
-
-    gpus, machines = (_counts(given.get(name), name) for name in ("gpus", "machines"))
-    several = len(gpus) * len(machines) > 1
-    plans = {(m, g): planned(m, g) for m in machines for g in gpus}
-    found = plans[machines[0], gpus[0]]
-    if not several and isinstance(found, MegatrainError):
-        raise found                                      # with all that would help
-    one = planned(1, 1)
-    one = one if isinstance(one, mt.Plan) else None
-    if several:
-        sys.stdout.write(_table(plans, one) if not as_json else _json(
-            [_planned(p, one) if isinstance(p, mt.Plan) else {"fits": False, "why": _why(p), "gpus": g, "machines": m}
-             for (m, g), p in plans.items()]))
-        return int(not any(isinstance(p, mt.Plan) for p in plans.values()))
-    share = "" if found.gpus * found.machines == 1 else "one GPU by itself does not fit\n" if one is None else (
-        f"{_share(found, one):.0%} of {found.gpus * found.machines} times one GPU by itself, "
-        f"{one.tokens_per_second:,.0f} tokens/s\n")
-    sys.stdout.write(_json(_planned(found, one)) if as_json else f"{found}\n{share}")
+    # Of the speed of as many GPUs, each of which trains by itself on a machine of its own.
+    share = found.tokens_per_second / (many * one.tokens_per_second) if one else None
+    if as_json:
+        sys.stdout.write(_json(_planned(found) | ({"share_of_one_gpu": share} if many > 1 else {})))
+    else:
+        more = "" if many == 1 else "one GPU by itself does not fit\n" if one is None else (
+            f"{share:.0%} of {many} times one GPU by itself, {one.tokens_per_second:,.0f} tokens/s\n")
+        sys.stdout.write(f"{found}\n{more}")
     return 0
-
-
-def _counts(text: str | None, name: str) -> list[int]:
-    try:
-        found = list(dict.fromkeys(int(part) for part in (text or "1").split(",")))
-    except ValueError:
-        found = [0]
-    if min(found) < 1:
-        raise MegatrainError(f"{name}={text!r}: a number such as 8, or several such as 1,2,4,8")
-    return found
-
-
-def _table(plans: dict[tuple[int, int], mt.Plan | MegatrainError], one: mt.Plan | None) -> str:
-    """Of (machines, GPUs of each); one: of one GPU, None: it does not fit."""
-    rows = [("machines", "GPUs of each", "tokens/s", "s a step", "of one GPU's", "GPU memory", "a host's memory",
-             "bound by", "compute waits for")]
-    for (m, g), p in plans.items():
-        if isinstance(p, MegatrainError):
-            rows.append((str(m), str(g), "does not fit", *[""] * 6))
-            continue
-        waits, s = max(p.idle.items(), key=lambda item: item[1], default=("", 0.0))
-        rows.append((str(m), str(g), f"{p.tokens_per_second:,.0f}", f"{p.seconds:.4g}",
-                     f"{_share(p, one):.0%}" if one else "", mt.show_bytes(p.vram_bytes), mt.show_bytes(p.host_bytes),
-                     p.bound, f"{waits}, {s / p.seconds:.0%}" if s >= 0.005 * p.seconds else ""))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["  ".join(c.rjust(n) if i == 1 else c.ljust(n) for i, (c, n) in enumerate(zip(row, widths))).rstrip()
-             for row in rows]
-    for p in [p for p in plans.values() if isinstance(p, mt.Plan)][:1]:
-        lines += [f"{p.model}, {p.tokens:,} tokens a step of each GPU in sequences of {p.seq:,}",
-                  f"{p.machine.name}: rates {p.machine.source}"]
-    return "\n".join([*lines, *dict.fromkeys(_why(p) for p in plans.values() if isinstance(p, MegatrainError))]) + "\n"
 
 
 def _why(refused: Any) -> str:
     return refused.refusal.why.splitlines()[0]
-
-
-def _share(p: mt.Plan, one: mt.Plan) -> float:
-    """Of the speed of as many GPUs, each of which trains by itself on a machine of its own."""
-    return p.tokens_per_second / (p.gpus * p.machines * one.tokens_per_second)
 
 
 def _json(value: Any) -> str:
@@ -356,10 +308,9 @@ def _json(value: Any) -> str:
     return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), indent=1) + "\n"
 
 
-def _planned(p: mt.Plan, one: mt.Plan | None) -> dict[str, Any]:
-    """All fields of a Plan, and what follows from them; of several GPUs the share of as many plans like `one`."""
+def _planned(p: mt.Plan) -> dict[str, Any]:
+    """All fields of a Plan, and what follows from them."""
     found = {f.name: getattr(p, f.name) for f in dataclasses.fields(p)}
     found |= {"machine": p.machine.to_dict(), "nvme": p.nvme and dataclasses.asdict(p.nvme)}
     follows = ("tokens_per_second", "vram_bytes", "host_bytes", "disk_bytes", "disk_written", "bound")
-    of_one = {} if p.gpus * p.machines == 1 else {"share_of_one_gpu": one and _share(p, one)}
-    return {"fits": True} | found | {name: getattr(p, name) for name in follows} | of_one
+    return {"fits": True} | found | {name: getattr(p, name) for name in follows}
