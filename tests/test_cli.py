@@ -392,6 +392,11 @@ def test_what_is_held_out_is_not_trained() -> None:
 
 # ---- a run ---------------------------------------------------------------------------------------
 
+def lines(run: Path) -> list[dict[str, Any]]:
+    """Of its log."""
+    return [json.loads(line) for line in (run / folder.LOG).read_text().splitlines()]
+
+
 def megatrain(*words: Any) -> int:
     return cli.main([str(w) for w in words])
 
@@ -407,7 +412,7 @@ def whole_run(toy: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_learns_and_says_what_bound_it(whole_run: Path) -> None:
-    found = folder.lines(whole_run / "whole")
+    found = lines(whole_run / "whole")
     steps = [line for line in found if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, 9))
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.2
@@ -441,7 +446,7 @@ def test_the_bar_tells_how_far_a_step_is_that_takes_long(monkeypatch: pytest.Mon
 def test_a_run_that_was_told_to_stop_resumes_to_the_same_bits(
         whole_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from megatrain_torch.commands import loop
-    from megatrain_torch.commands.folder import UNFINISHED, WHOLE
+    from megatrain_torch.commands.folder import UNFINISHED
     from megatrain_torch.commands.loop import Streamed
     half, log, finish = whole_run / "half", Streamed.log, Streamed.finish_saving
     clip_next, limits = mt.AdamW.clip_next, []
@@ -456,7 +461,7 @@ def test_a_run_that_was_told_to_stop_resumes_to_the_same_bits(
         patched.setattr(mt.AdamW, "clip_next", lambda opt, limit: limits.append(limit) or clip_next(opt, limit))
         assert megatrain("train", "--config", whole_run / "run.yaml", "--out", half, "--lr", "3e-3") == 143
     assert "megatrain resume" in capsys.readouterr().out
-    folder.Owned(half).begin("checkpoint-9", {WHOLE: None})
+    folder.Owned(half).begin("checkpoint-9")
     (half / "checkpoint-9").mkdir()                      # as kill -9 leaves one without Trainer's files
     (half / "checkpoint-9.tmp-1-0").mkdir()              # and while one is written
     (half / UNFINISHED / "checkpoint-9").mkdir(parents=True)
@@ -478,12 +483,12 @@ def test_a_run_that_was_told_to_stop_resumes_to_the_same_bits(
     assert "checkpoint-9 was being written" in capsys.readouterr().out
     assert all(whole), "there is a whole one at any time"
     assert [p.name for p in half.glob("checkpoint-*")] == whole[-1] == ["checkpoint-8"]
-    rates = [line["tokens_per_second"] for line in folder.lines(half) if line["step"] > int(stopped[-1]) and "loss" in line]
+    rates = [line["tokens_per_second"] for line in lines(half) if line["step"] > int(stopped[-1]) and "loss" in line]
     assert rates and set(rates) == {512.0}, "steps of this process alone, a second each"
-    assert sum(line["step"] == 5 and "loss" in line for line in folder.lines(half)) == 1
+    assert sum(line["step"] == 5 and "loss" in line for line in lines(half)) == 1
     files = [(whole_run / run / "model/model.safetensors").read_bytes() for run in ("whole", "half")]
     assert files[0] == files[1]
-    losses = [{line["step"]: line["loss"] for line in folder.lines(whole_run / run) if "loss" in line}
+    losses = [{line["step"]: line["loss"] for line in lines(whole_run / run) if "loss" in line}
               for run in ("whole", "half")]
     assert losses[0] == losses[1]
 
@@ -505,7 +510,7 @@ def test_a_run_generates_and_is_evaluated(whole_run: Path, capsys: pytest.Captur
     assert capsys.readouterr().out.startswith("ROMEO:")
     assert megatrain("eval", whole_run / "whole", whole_run / "my.txt") == 0
     said = capsys.readouterr().out
-    last = [line["loss"] for line in folder.lines(whole_run / "whole") if "loss" in line][-1]
+    last = [line["loss"] for line in lines(whole_run / "whole") if "loss" in line][-1]
     assert abs(float(said.split()[1]) - last) < 0.5 and "rows of 64" in said
     pairs = whole_run / "pairs.jsonl"
     pairs.write_text("".join(json.dumps({"prompt": "a" * n, "completion": "b"}) + "\n" for n in (70, 70, 5)))
@@ -526,10 +531,10 @@ def test_a_checkpoint_that_was_cut_short_is_named_with_the_one_before(whole_run:
     run = tmp_path / "run"
     shutil.copytree(whole_run / "whole", run, ignore=shutil.ignore_patterns("model"))
     log = (run / "log.jsonl").read_text()
+    folder.Owned(run).begin("checkpoint-9")
     shutil.copytree(run / "checkpoint-8", run / "checkpoint-9")
     state = json.loads((run / "checkpoint-9" / folder.WHOLE).read_text())
     (run / "checkpoint-9" / folder.WHOLE).write_text(json.dumps(state | {"global_step": 9}))
-    folder.Owned(run).made("checkpoint-9")
     os.truncate(run / "checkpoint-9/states.safetensors", 100)
     said = refused(capsys, "resume", run)
     assert "checkpoint-9/states.safetensors has 100 bytes, and" in said
@@ -549,7 +554,7 @@ def test_states_that_hold_less_than_the_checkpoints_are_refused_or_rounded_when_
     run = tmp_path / "run"
     shutil.copytree(whole_run / "whole", run, ignore=shutil.ignore_patterns("model"))
     begun = folder.settings_of(run).with_(out=str(run), steps=9)
-    folder.Owned(run).begin("checkpoint-9", {})
+    folder.Owned(run).begin("checkpoint-9")
     (run / "checkpoint-9.tmp-1-0").mkdir()
     write_yaml(run / folder.CONFIG, begun.with_(**changes))
     assert refused(capsys, "resume", run) == (
@@ -588,7 +593,7 @@ def test_documents_that_would_see_each_other_get_rows_of_their_own(tmp_path: Pat
     assert f"loss {losses / targets:.3f}" in out
     assert megatrain("train", *these, "--out", tmp_path / "run", "--steps", 1, "--tokens", 640, "--validation", 0) == 0
     assert said in capsys.readouterr().out
-    assert folder.lines(tmp_path / "run")[0]["loss"] == pytest.approx(losses / targets, rel=1e-4)
+    assert lines(tmp_path / "run")[0]["loss"] == pytest.approx(losses / targets, rel=1e-4)
     write_yaml(tmp_path / "run/config.yaml", folder.settings_of(tmp_path / "run").with_(steps=2))
     shutil.rmtree(tmp_path / "run/model")
     assert megatrain("resume", tmp_path / "run") == 0, "a step may be more than the packed data has"

@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers")
-from test_cli import MARKED, TEXT, bytes_tokenizer, megatrain, refused, threads, toy, trained_words  # noqa: F401
+from test_cli import (  # noqa: F401
+    MARKED,
+    TEXT,
+    bytes_tokenizer,
+    lines,
+    megatrain,
+    refused,
+    threads,
+    toy,
+    trained_words,
+)
 
 from megatrain_torch import MegatrainError
 from megatrain_torch.commands import data, folder, records, train
@@ -221,7 +231,7 @@ def test_what_is_held_out_is_data_of_its_own(begun: Path) -> None:
     (parts, identity) = train.parts_of(settings, bytes_tokenizer())
     assert bytes_tokenizer().decode(parts[1][0].ids) == TEXT[5000:5600] + "<end>" and len(parts[0]) == 2
     assert "validation" not in identity and "source 1 of validation" in identity
-    assert [line for line in folder.lines(begun / "run") if "eval_loss" in line]
+    assert [line for line in lines(begun / "run") if "eval_loss" in line]
 
 
 def test_resume_with_other_data_is_refused_or_told(begun: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,7 +253,7 @@ def test_resume_with_other_data_is_refused_or_told(begun: Path, capsys: pytest.C
     (begun / "moved.txt").write_text(whole + "!")
     write_yaml(run / "config.yaml", settings.with_(data=moved))
     assert megatrain("resume", run, "--new-data") == 0
-    assert [line["step"] for line in folder.lines(run) if "loss" in line] == [1, 2, 3]
+    assert [line["step"] for line in lines(run) if "loss" in line] == [1, 2, 3]
     shutil.rmtree(run / "model")
     write_yaml(run / "config.yaml", settings.with_(data=moved, steps=4))
     assert megatrain("resume", run) == 0, "the same data by another name, and it is the run's now"

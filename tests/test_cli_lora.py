@@ -12,7 +12,7 @@ from typing import Any
 import parity
 import pytest
 import torch
-from test_cli import TEXT, bytes_tokenizer, megatrain, refused
+from test_cli import TEXT, bytes_tokenizer, lines, megatrain, refused
 from torch import Tensor
 
 import megatrain_torch as mt
@@ -126,7 +126,7 @@ def trained(toy: Path, out: Path, base: str, asked: str = ASKED) -> Batches:
 
 
 def losses_of(run: Path) -> dict[int, float]:
-    return {line["step"]: line["loss"] for line in folder.lines(run) if "loss" in line}
+    return {line["step"]: line["loss"] for line in lines(run) if "loss" in line}
 
 
 def in_python(toy: Path, base: str, batches: Batches, **lora: Any) -> list[float]:

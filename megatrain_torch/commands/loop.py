@@ -153,7 +153,7 @@ class Streamed:
         self.run.team.first_does(small)
         with self.run.team.as_one():
             self._save_rng_state(str(beside))
-        self.run.team.first_does(lambda: self.run.owned.begin(name, {path.name: None for path in beside.iterdir()}))
+        self.run.team.first_does(lambda: self.run.owned.begin(name))
         asked = {"lora": self.run.settings.lora, "base": self.run.settings.base}         # what resume compares
         self._saving = mt.save(self.model, self._optimizer(), beside.parent / name, scheduler=self.lr_scheduler,
                                extra=asked, asynchronous=True)
@@ -176,10 +176,9 @@ class Streamed:
                 path.rename(saving.folder / path.name)
             sync(saving.folder)
             beside.rmdir()
-            self.run.owned.made(saving.folder.name)
             for old in checkpoints(saving.folder.parent)[:-self.args.save_total_limit]:
-                if str(old) != self.state.best_model_checkpoint and (stays := self.run.owned.remove(old.name)):
-                    say(f"{old} is old, but {stays[0]} is not as this run wrote it: that stays")
+                if str(old) != self.state.best_model_checkpoint:
+                    self.run.owned.remove(old.name)
         self._saving = None
 
     def training_step(self, *args: Any, **kw: Any) -> Any:

@@ -82,7 +82,7 @@ def resume(args: argparse.Namespace) -> int:
 
     def check() -> Path:
         """The checkpoint to go on from: whole, with nothing in the run's way, and asked for as it was written."""
-        if folder.is_finished(run) and not owned.changed(folder.FINAL):
+        if folder.is_finished(run):
             raise MegatrainError(f"{run} is finished: its model is {run / folder.FINAL}; megatrain "
                                  f"train {run} DATA --out OTHER trains that on")
         checkpoint = folder.last_checkpoint(run)
@@ -97,8 +97,8 @@ def resume(args: argparse.Namespace) -> int:
                    else f"there is none before it; megatrain train --out {run} --overwrite begins again")
             raise MegatrainError(f"{why}; {way}") from None
         step = folder.step_of(checkpoint.name)
-        ahead = [name for name in owned.strangers() if name.split("/")[0] == folder.FINAL
-                 or (name not in owned.entries and step < folder.step_of(name) <= settings.steps)]
+        ahead = [name for name in owned.strangers() if step < folder.step_of(name) <= settings.steps]
+        ahead += [folder.FINAL] * os.path.lexists(run / folder.FINAL)
         if ahead:
             raise MegatrainError(f"{run / ahead[0]}: this run did not make it, or not as it is now: move it away")
         then = found.extra if isinstance(found.extra, dict) else {}
@@ -245,12 +245,11 @@ def _finish(trainer: Any, seconds: float) -> None:
     """Writes the model, or the adapter, and says what may be done with it."""
     settings, owned = trainer.run.settings, trainer.run.owned
     half, final = owned.run / folder.HALF, owned.run / folder.FINAL
-    owned.begin(folder.HALF, folder.SCRATCH)
+    owned.begin(folder.HALF)
     shutil.rmtree(half, ignore_errors=True)
     half.mkdir()
     models.save(trainer.model, trainer.processing_class, half, owned.run)
-    owned.begin(folder.FINAL, {})
-    owned.made(folder.FINAL, folder.HALF)                # before it has its name: what has it is whole, and the run's
+    owned.begin(folder.FINAL)
     half.rename(final)
     rose, chat = trainer.rose(), " --chat" if owned.data.get("chat") else ""
     end = "done" if not rose else f"{rose}: the run diverged, and a lower --lr than {settings.lr:g} may not; over"
