@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import random
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,8 +33,7 @@ T = TypeVar("T")
 EVERY_S = {True: 0.5, False: 30.0}   # on a terminal, and without one: between two lines that say how far reading is
 TOGETHER = 1000                      # records whose texts the tokenizer is given at once
 PASSAGE = 1 << 14                    # characters
-AROUND = 1 << 11                     # characters before and behind a passage that are read with it
-SAME = 128                           # characters around a border within which both sides must have the same tokens
+BORDERS = (re.compile(r"(?<=\w) (?=\w)"), re.compile(r"(?<=\S\n)(?=\S)"))        # of passages, better ones first
 AT_ONCE = 4                          # passages: the tokenizer takes them on threads
 # The fields that a record of a method other than sft has.
 NEEDED = {"dpo": ("chosen", "rejected"), "orpo": ("prompt", "chosen", "rejected"), "reward": ("chosen", "rejected"),
@@ -272,55 +272,31 @@ def _marked(chat: Chat, tokenizer: Any, special: bool = False) -> tuple[list[int
 
 
 # ---- long texts ----------------------------------------------------------------------------------
-# One call of a tokenizer takes 200 bytes a character, so a long text is tokenized in passages, several at once. Each is
-# read with some of the text before and behind it, and has the tokens that begin in it: those of one call, where both
-# passages have the same tokens around their border. Where they have not (the same few characters again and again), the
-# later one is read anew, from where the last token of the one before ends. A tokenizer in Python tells no places: its
-# passages are read by themselves.
+# One call of a tokenizer takes 200 bytes a character, so a long text is tokenized in passages, several at once. They end
+# before a space between words, else behind a line: no token has characters of both sides. Each is read with the
+# character before it, whose tokens are left out: the first word of a text may get a space that is not in the data.
 
 def ids_of(text: str, tokenizer: Any) -> np.ndarray:
     """[n] tokens of a long text, with its own beginning and end."""
-    first, last = around(tokenizer)
-    return _framed(compact(np.concatenate([compact(first), *_passages(text, tokenizer), compact(last)])), tokenizer)
-
-
-def _passages(text: str, tokenizer: Any) -> Iterator[np.ndarray]:
-    borders, around = [0], AROUND if tokenizer.is_fast else 0
+    borders, (first, last) = [0], around(tokenizer)
     while len(text) - borders[-1] > 2 * PASSAGE:
-        near = borders[-1] + PASSAGE                     # behind a paragraph, a line or a word that ends shortly before
-        ends = ((text.rfind(mark, near - PASSAGE // 2, near), mark) for mark in ("\n\n", "\n", " "))
-        borders.append(next((at + len(mark) for at, mark in ends if at >= 0), near))
-    places = list(pairwise([*borders, len(text)]))
-    (ids, at), begun = (np.zeros(0), np.zeros(0)), 0     # of the passage before
+        end = borders[-1] + PASSAGE
+        near = ([m.start() for m in border.finditer(text, end - PASSAGE // 2, end)] for border in BORDERS)
+        borders.append(next(filter(None, near), [end])[-1])
+
+    def of(texts: list[str]) -> list[list[int]]:
+        return tokenizer(texts, add_special_tokens=False, verbose=False, return_attention_mask=False)["input_ids"]
+
+    places, found = list(pairwise([*borders, len(text)])), [compact(first)]
     for some in (places[i:i + AT_ONCE] for i in range(0, len(places), AT_ONCE)):
-        for here, (begin, end) in zip(_read(text, some, around, around, tokenizer), some):
-            if begin:
-                pair = [_between(*one, begin - SAME, begin + SAME) for one in ((ids, at), here)]
-                if around and not all(map(np.array_equal, *pair)):
-                    begin = next((int(a) for a in at[np.searchsorted(at, begin):]), begin)
-                    [here] = _read(text, [(begin, end)], 0, around, tokenizer)
-                yield _between(ids, at, begun, begin)[0].copy()
-            (ids, at), begun = here, begin
-    yield _between(ids, at, begun, len(text))[0].copy()
-
-
-def _between(ids: np.ndarray, at: np.ndarray, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-    some = slice(*np.searchsorted(at, (begin, end)))
-    return ids[some], at[some]
-
-
-def _read(text: str, places: list[tuple[int, int]], before: int, behind: int, tokenizer: Any
-          ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of each passage, and so many characters before and behind it: the tokens, and the characters they begin at."""
-    begins = [max(0, a - before) for a, _ in places]
-    made = tokenizer([text[begin:b + behind] for begin, (_, b) in zip(begins, places)], add_special_tokens=False,
-                     verbose=False, return_attention_mask=False,
-                     **{"return_offsets_mapping": True} if tokenizer.is_fast else {})
-    ids = [compact(some) for some in made["input_ids"]]
-    if not tokenizer.is_fast:                            # all tokens are the passage's own
-        return [(some, np.full(len(some), a)) for some, a in zip(ids, begins)]
-    return [(some, a + np.fromiter((first for first, _ in offsets), np.int64, len(some)))
-            for some, a, offsets in zip(ids, begins, made["offset_mapping"])]
+        for (begin, end), ids in zip(some, of([text[max(0, begin - 1):end] for begin, end in some])):
+            [before] = of([text[begin - 1:begin]]) if begin else [[]]
+            if ids[:len(before)] == before:
+                ids = ids[len(before):]
+            else:                                        # a token of both sides, where no word ended
+                [ids] = of([text[begin:end]])
+            found.append(compact(ids))
+    return _framed(np.concatenate([*found, compact(last)]), tokenizer)
 
 
 # ---- several sources -----------------------------------------------------------------------------

@@ -169,8 +169,8 @@ class Owned:
     def check_free(self) -> None:
         if found := self.strangers():
             more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-            raise MegatrainError(f"out={self.run} has {', '.join(found[:3])}{more}, which no run of megatrain made, and "
-                                 "a run would put its own there: --out names another folder")
+            raise MegatrainError(f"out={self.run} has {', '.join(found[:3])}{more}, which no run of megatrain made, "
+                                 "and a run would put its own there: --out names another folder")
 
     def _remove_drafts(self, name: str) -> None:
         """What killed saves of a checkpoint left: the lock is this process's, so nobody writes there."""
