@@ -496,13 +496,15 @@ def test_a_run_that_was_told_to_stop_resumes_to_the_same_bits(
 def test_what_a_run_made_is_exported_and_read_by_transformers(whole_run: Path, toy: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     to = whole_run / "exported"
-    assert megatrain("export", whole_run / "whole", to, "--dtype", "bfloat16") == 0
+    assert megatrain("export", whole_run / "whole", to) == 0
     model = AutoModelForCausalLM.from_pretrained(to, dtype="auto")
     trained = AutoModelForCausalLM.from_pretrained(whole_run / "whole/model")
     begin = AutoModelForCausalLM.from_pretrained(toy)
-    assert model.dtype == torch.bfloat16 and len(AutoTokenizer.from_pretrained(to)) == 257
-    weights = [m.lm_head.weight.float() for m in (model, trained, begin)]
-    assert torch.equal(weights[0], weights[1].bfloat16().float()) and not torch.equal(weights[1], weights[2])
+    assert model.dtype == torch.float32 and len(AutoTokenizer.from_pretrained(to)) == 257
+    weights = [m.lm_head.weight for m in (model, trained, begin)]
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[1], weights[2])
+    assert megatrain("export", whole_run / "whole/checkpoint-8", whole_run / "of a step") == 0
+    assert {p.name for p in (whole_run / "of a step").iterdir()} == {p.name for p in to.iterdir()}
 
 
 def test_a_run_generates_and_is_evaluated(whole_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -638,7 +640,7 @@ def test_words_of_refusals_say_what_to_do(whole_run: Path, toy: str, capsys: pyt
         (("resume", run), f"is finished: its model is {run / 'model'}; megatrain train {run} DATA"),
         (("resume", toy), "is no run"),
         (("resume", whole_run / "whola"), f"no such folder; did you mean {run}?"),
-        (("export", run, whole_run / "e", "--step", 3), "there are 8"),
+        (("export", run / "checkpoint-3", whole_run / "e"), "checkpoint-3: there is no such folder; did you mean"),
         (("export", run, run), "is there already; name a folder that is not"),
         (("export", run, "/proc/a/b"), "to=/proc/a: nothing can be written there"),
         (("generate", run, "--prompt", "a", "--chat"), "no chat template; without --chat"),

@@ -222,6 +222,7 @@ def test_a_run_is_evaluated_written_with_and_exported(run: tuple[Path, Batches],
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] and said[0].startswith("ROMEO:")
 
+    assert megatrain("export", out / "checkpoint-2", tmp_path / "earlier", "--merged") == 0
     assert megatrain("export", out, tmp_path / "adapter") == 0
     assert f"goes over {toy}; --merged" in capsys.readouterr().out
     plain = transformers.AutoModelForCausalLM.from_pretrained(toy, dtype=torch.bfloat16)
@@ -255,7 +256,6 @@ def test_what_cannot_be_is_said_before_weights_are_read(run: tuple[Path, Batches
          "is quantised already (fp8); --base fp8 keeps it as it is"),
         ((*begin, "--lora", "r=4", "--products", "fp8"), "has no layer for them: they are made in decoder layers"),
         (("train", out, *begin[2:]), f"is an adapter over {toy}: megatrain export {out} FOLDER --merged makes one"),
-        (("export", out, tmp_path / "e", "--dtype", "float32"), "dtype=float32: of a whole model; adapters stay as they"),
         (("plan", toy, "--machine", "rtx4090", "--base", "fp8"), "--base fp8: codes are frozen; say what trains beside them, as --lora r="),
         (("plan", toy, "--machine", "rtx4090", "--lora", "r=4,targets=x"), "targets=x: the model has no linear layer"),
         ((*begin, "--lora", "r=4", "--base", "nf4"), "nf4 needs bitsandbytes: pip install bits"),

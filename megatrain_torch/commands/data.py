@@ -272,7 +272,7 @@ def _marked(chat: Chat, tokenizer: Any, special: bool = False) -> tuple[list[int
 
 
 # ---- long texts ----------------------------------------------------------------------------------
-# One call of a tokenizer takes 200 bytes a character, so a long text is tokenized in passages, several at once. They end
+# One call of a tokenizer takes 200 bytes a character: a long text is tokenized in passages, several at once. Each ends
 # before a space between words, else behind a line: no token has characters of both sides. Each is read with the
 # character before it, whose tokens are left out: the first word of a text may get a space that is not in the data.
 

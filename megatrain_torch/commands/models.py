@@ -44,11 +44,11 @@ class Source:
     dtype: str = "auto"
 
 
-def source_of(name: str, step: Path | None = None) -> Source:
-    """Of a run its model, or its last checkpoint before there is one, or that of `step`; anything else as it is."""
+def source_of(name: str) -> Source:
+    """Of a run its model, or its last checkpoint before there is one; anything else as it is."""
     run = Path(name)
     if settings := folder.run_of(name):
-        at = step or (run / folder.FINAL if folder.is_finished(run) else folder.last_checkpoint(run))
+        at = run / folder.FINAL if folder.is_finished(run) else folder.last_checkpoint(run)
         if settings.lora is None:
             return Source(str(at), str(at))
         return Source(beneath(settings), str(at), at, settings.base, settings.dtype)

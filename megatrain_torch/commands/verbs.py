@@ -40,11 +40,9 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=generate)
 
     parser = commands.add_parser("export", help="a run's model as a folder in Hugging Face format")
-    parser.add_argument("run_folder", type=Path, metavar="RUN")
+    parser.add_argument("model", metavar="RUN", help="its model at the end, or its last checkpoint; RUN/checkpoint-N: "
+                        "that one")
     parser.add_argument("to", type=Path, metavar="FOLDER", help="to make")
-    parser.add_argument("--step", type=int, metavar="N", help="of a checkpoint; default: the model at the end, or the "
-                        "last one")
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="default: as it was trained")
     parser.add_argument("--merged", action="store_true", help="of a run with adapters: the model that it began with, "
                         "its weights of 16 or 32 bits read anew, with the adapters in them")
     parser.set_defaults(run=export)
@@ -132,30 +130,25 @@ def generate(args: argparse.Namespace) -> None:
 
 
 def export(args: argparse.Namespace) -> None:
-    settings = folder.settings_of(args.run_folder)
     if args.to.exists():
         raise MegatrainError(f"{args.to} is there already; name a folder that is not")
     models.writable(args.to.parent, "to")
-    found = {folder.step_of(p.name): p for p in folder.checkpoints(args.run_folder)}
-    if args.step is not None and args.step not in found:
-        raise MegatrainError(f"step {args.step} has no checkpoint; there are {', '.join(map(str, found)) or 'none'}")
-    source, whole = models.source_of(str(args.run_folder), found.get(args.step)), settings.lora is None
-    if whole and args.merged:
-        raise MegatrainError(f"merged: {args.run_folder} has no adapters (lora), its weights themselves were trained; "
-                             "leave --merged out")
-    if args.dtype is not None and not (whole or args.merged):
-        raise MegatrainError(f"dtype={args.dtype}: of a whole model; adapters stay as they are: omit it, or --merged")
+    source = models.source_of(args.model)
+    if (whole := source.adapter is None) and args.merged:
+        raise MegatrainError(f"merged: {args.model} has no adapters (lora), its weights themselves were trained; leave "
+                             "--merged out")
     models.check_packages(not whole, "none")
-    tokenizer, dtype = models.load_tokenizer(source.words), args.dtype or settings.dtype
+    tokenizer = models.load_tokenizer(source.words)
     end = f"{source.adapter or source.model} is in {args.to}"
     with models.appearing(args.to) as half:
         if whole:
-            models.save(models.load_model(source.model, dtype), tokenizer, half, args.to.parent)
+            models.save(models.load_model(source.model, source.dtype), tokenizer, half, args.to.parent)
         elif args.merged:
             kept = f"; it was trained over {source.base} codes of them, so it computes a little otherwise there"
+            model = models.over(models.load_model(source.model, source.dtype, base="whole"), source.adapter)
+            dtype = str(model.dtype).removeprefix("torch.")
             say(f"{source.adapter} goes into the weights of {source.model} in {dtype}, read anew"
                 f"{kept if source.base != 'none' else ''}")
-            model = models.over(models.load_model(source.model, dtype, base="whole"), source.adapter)
             models.save(model.merge_and_unload(), tokenizer, half, args.to.parent)
         else:
             for path in source.adapter.glob("adapter_*"):
