@@ -274,21 +274,8 @@ def _plan(given: dict[str, Any], as_json: bool) -> int:
         model = models.empty(config, layers=given.get("layers"))
         asked |= {"base": None if base == "none" else base, "adapter": models.lora_config(model, words)}
 
-    found, one = mt.plan(config, **asked), None
-    if (many := found.gpus * found.machines) > 1:
-        try:
-            one = mt.plan(config, **asked | {"gpus": 1, "machines": 1})
-        except MegatrainError as why:
-            if not hasattr(why, "refusal"):
-                raise
-    # Of the speed of as many GPUs, each of which trains by itself on a machine of its own.
-    share = found.tokens_per_second / (many * one.tokens_per_second) if one else None
-    if as_json:
-        sys.stdout.write(_json(_planned(found) | ({"share_of_one_gpu": share} if many > 1 else {})))
-    else:
-        more = "" if many == 1 else "one GPU by itself does not fit\n" if one is None else (
-            f"{share:.0%} of {many} times one GPU by itself, {one.tokens_per_second:,.0f} tokens/s\n")
-        sys.stdout.write(f"{found}\n{more}")
+    found = mt.plan(config, **asked)
+    sys.stdout.write(_json(_planned(found)) if as_json else f"{found}\n")
     return 0
 
 
