@@ -180,14 +180,8 @@ def doctor(args: argparse.Namespace) -> None:
 # ---- plan ----------------------------------------------------------------------------------------
 
 TOKENS, SEQ = 65536, 4096           # of a step, of a sequence, as `megatrain train` has them on CUDA
-WAYS = 2                            # that are told
-NO_GPU = """\
-there is no GPU here to plan for. Say what to plan for:
-    --machine h100-80g                 a card; `megatrain plan --list-machines` has them all
-    --machine rtx4090 --host 128GiB    a card, in a host with so much memory
-    --vram 24GiB --host 64GiB          some card with so much memory, at the rates of a slow one
-    --machine FILE                     what `megatrain doctor --out FILE` wrote on the machine itself
-    --machine cpu                      this machine's CPU device, for trying things"""
+NO_GPU = ("there is no GPU here to plan for. Name a card, --machine h100-80g (--list-machines has them all), a file that "
+          "`megatrain doctor` wrote, or --machine cpu; or sizes alone, --vram 24GiB --host 64GiB")
 
 
 def _add_plan(commands: Any) -> None:
@@ -214,7 +208,7 @@ def _add_plan(commands: Any) -> None:
     add("--gpus", type=int, metavar="N", help="of a machine, each with so many tokens a step; default: 1")
     add("--machines", type=int, metavar="N", help="with so many GPUs each, and a host like this one's")
     add("--layers", type=int, metavar="N", help="instead of the config's own number")
-    add("--json", action="store_true", help="the plan, or why there is none and what would fit, as JSON, in bytes")
+    add("--json", action="store_true", help="the plan, or why there is none, as JSON, in bytes")
     add("--compute", choices=["auto", "fused", "eager"], help="fused layers, or the model's own code; default: fused "
         "where it fits")
     add_flags(parser, ("states", "lora", "base", "products"))
@@ -241,13 +235,8 @@ def plan(args: argparse.Namespace) -> int:
         if (found := getattr(why, "refusal", None)) is None:
             raise MegatrainError(shell.told(why)) from None
         if as_json:
-            sys.stdout.write(_json({
-                "fits": False, "why": _why(why), "vram": found.vram, "host": found.host,
-                "vram_bytes": sum(found.vram.values()), "host_bytes": sum(found.host.values()), "changes": found.alone,
-                "ways": [{"changes": way.changes, "tokens_per_second": way.tokens_per_second,
-                          "command": shell(way.changes, line=True)} for way in found.ways[:WAYS]],
-                "machine": {f"{name}_bytes": need for name, (need, _) in found.machine.items()}}))
-        sys.stderr.write(f"megatrain: {_why(why) if as_json else found.text(shell)}\n")
+            sys.stdout.write(_json({"fits": False, "why": found.why.splitlines()[0], "changes": found.alone}))
+        sys.stderr.write(f"megatrain: {found.text(shell)}\n")
         return 1
 
 
@@ -274,23 +263,17 @@ def _plan(given: dict[str, Any], as_json: bool) -> int:
         model = models.empty(config, layers=given.get("layers"))
         asked |= {"base": None if base == "none" else base, "adapter": models.lora_config(model, words)}
 
-    found = mt.plan(config, **asked)
-    sys.stdout.write(_json(_planned(found)) if as_json else f"{found}\n")
+    p = mt.plan(config, **asked)
+    if as_json:
+        found = {f.name: getattr(p, f.name) for f in dataclasses.fields(p)}
+        found |= {"fits": True, "machine": p.machine.to_dict(), "nvme": p.nvme and dataclasses.asdict(p.nvme)}
+        follows = ("tokens_per_second", "vram_bytes", "host_bytes", "disk_bytes", "disk_written", "bound")
+        sys.stdout.write(_json(found | {name: getattr(p, name) for name in follows}))
+    else:
+        sys.stdout.write(f"{p}\n")
     return 0
-
-
-def _why(refused: Any) -> str:
-    return refused.refusal.why.splitlines()[0]
 
 
 def _json(value: Any) -> str:
     """With null for what is no number of JSON."""
     return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), indent=1) + "\n"
-
-
-def _planned(p: mt.Plan) -> dict[str, Any]:
-    """All fields of a Plan, and what follows from them."""
-    found = {f.name: getattr(p, f.name) for f in dataclasses.fields(p)}
-    found |= {"machine": p.machine.to_dict(), "nvme": p.nvme and dataclasses.asdict(p.nvme)}
-    follows = ("tokens_per_second", "vram_bytes", "host_bytes", "disk_bytes", "disk_written", "bound")
-    return {"fits": True} | found | {name: getattr(p, name) for name in follows}
