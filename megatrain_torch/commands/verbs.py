@@ -180,7 +180,7 @@ def doctor(args: argparse.Namespace) -> None:
 # ---- plan ----------------------------------------------------------------------------------------
 
 TOKENS, SEQ = 65536, 4096           # of a step, of a sequence, as `megatrain train` has them on CUDA
-NO_GPU = ("there is no GPU here to plan for. Name a card, --machine h100-80g (--list-machines has them all), a file that "
+NO_GPU = ("there is no GPU here to plan for. Name a card, --machine h100-80g (--list-machines has all), a file that "
           "`megatrain doctor` wrote, or --machine cpu; or sizes alone, --vram 24GiB --host 64GiB")
 
 
