@@ -121,12 +121,10 @@ def test_nothing_that_a_record_asks_is_lost(tmp_path: Path, record: dict[str, An
     assert all(part in text for part in asked.split("\n\n")) and [t.strip() for t in trained] == [f"{answer}<end>"]
 
 
-def test_a_system_message_and_turns_before_are_told_too(tmp_path: Path) -> None:
-    record = {"system_prompt": "Be brief.", "question": "Who?", "response": "Ann", "history": [["hi", "ho"]]}
+def test_a_system_message_is_told_too(tmp_path: Path) -> None:
+    record = {"system_prompt": "Be brief.", "question": "Who?", "response": "Ann"}
     [(text, trained)] = read(tmp_path / "a.jsonl", json.dumps(record), chatty())
-    assert text.startswith("system: Be brief.user: hiassistant: ho") and trained == ["Ann<end>"]
-    with pytest.raises(MegatrainError, match="has a history, and the model's tokenizer has no chat template"):
-        read(tmp_path / "a.jsonl", json.dumps(record))
+    assert text.startswith("system: Be brief.user: Who?") and trained == ["Ann<end>"]
     [(text, _)] = read(tmp_path / "a.jsonl", json.dumps(record | {"history": []}))
     assert text == "Be brief.\n\nQuestion: Who?\nAnswer: Ann<end>"
     [(text, _)] = read(tmp_path / "a.jsonl", json.dumps(ALPACA))
@@ -141,7 +139,7 @@ def test_a_system_message_and_turns_before_are_told_too(tmp_path: Path) -> None:
     ({"instruction": "a", "output": None}, "output is null"), ({"instruction": "a"}, "no messages, prompt or text"),
     ({"question": ["a"], "answer": "b"}, "question is a list"), ({"question": 0, "answer": "b"}, "question is a int"),
     ({"instruction": "a", "input": [], "output": "b"}, "input is a list"),
-    ({"instruction": "a", "output": "b", "history": "c"}, "history must be a list of pairs")], ids=str)
+    ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "has a history, which would not be")], ids=str)
 def test_a_record_that_asks_what_cannot_be_told_is_refused(tmp_path: Path, record: dict[str, Any], words: str) -> None:
     for tokenizer in (bytes_tokenizer(), chatty()):
         with pytest.raises(MegatrainError) as why:
