@@ -520,7 +520,7 @@ def test_a_run_generates_and_is_evaluated(whole_run: Path, capsys: pytest.Captur
     said = capsys.readouterr().out
     assert said.startswith("2 conversations are longer than 64 tokens") and "; 2 tokens in" in said
     said = refused(capsys, "eval", whole_run / "whole", pairs, "--seq", 5)
-    assert "every prompt is longer than a row of 5 (--seq), or as long" in said
+    assert "in rows of 5 (--seq), none is to be learned; the longest prompt with its completion has 72" in said
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
@@ -604,10 +604,9 @@ def test_documents_that_would_see_each_other_get_rows_of_their_own(tmp_path: Pat
 def test_prompts_that_fill_their_rows_are_told_as_that(toy: str, tmp_path: Path,
                                                        capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "my.jsonl").write_text(json.dumps({"prompt": "a" * 70, "completion": "b"}) + "\n")
-    said = "my.jsonl: every prompt is longer than a row of 64 (--seq), or as long, and nothing is left"
+    said = "of 72 tokens, in rows of 64 (--seq), none is to be learned; the longest prompt with its completion has 72"
     for words in (("train", "--out", tmp_path / "run", "--validation", 0), ("eval",)):
         assert said in refused(capsys, words[0], toy, tmp_path / "my.jsonl", "--seq", 64, *words[1:])
-    assert "has 72 tokens" in refused(capsys, "eval", toy, tmp_path / "my.jsonl", "--seq", 64)
 
 
 def test_words_of_refusals_say_what_to_do(whole_run: Path, toy: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import bisect
-import functools
 import hashlib
 import json
 import math
@@ -30,7 +29,7 @@ from .records import Chat, Record, Template
 from .settings import Settings, say
 
 T = TypeVar("T")
-EVERY_S = {True: 0.5, False: 30.0}   # on a terminal, and without one: between two lines that say how far reading is
+EVERY_S = 10.0                       # between two lines that say how far reading is
 TOGETHER = 1000                      # records whose texts the tokenizer is given at once
 PASSAGE = 1 << 14                    # characters
 BORDERS = (re.compile(r"(?<=\w) (?=\w)"), re.compile(r"(?<=\S\n)(?=\S)"))        # of passages, better ones first
@@ -82,10 +81,8 @@ class Document:
 
 def documents(found: Iterable[Record | MegatrainError], tokenizer: Any, column: str | None = None,
               source: str = "the data", date: datetime | None = None, method: str = "sft") -> list[Document]:
-    """Tokens of all records that have any; with other methods the records for TRL. A wrong one is left out, and said.
-
-    column: the field to train on. date: the run's first day, for templates that tell it.
-    Raises: MegatrainError: all are wrong, or empty."""
+    """Tokens of all records that have any; with other methods the records for TRL. A wrong one is left out, and said;
+    all of them wrong, or empty, are refused. date: the run's first day, for templates that tell it."""
     template = Template(tokenizer, date)
 
     def read(record: Record, where: str) -> Document | str:
@@ -118,7 +115,7 @@ def _all_trained(ids: np.ndarray, **more: Any) -> Document:
 def _right(found: Iterable[Record | MegatrainError], read: Callable[[Record, str], T], source: str) -> Iterator[T]:
     """What is read of each record that is right; if none is, the first one's error."""
     wrong: list[MegatrainError] = []
-    told, number, live = monotonic(), 0, sys.stderr.isatty()
+    told, number = monotonic(), 0
     for number, record in enumerate(found, 1):
         try:
             if isinstance(record, MegatrainError):
@@ -128,9 +125,9 @@ def _right(found: Iterable[Record | MegatrainError], read: Callable[[Record, str
             wrong.append(why)
         except UnicodeEncodeError as why:                # JSON may have half of a pair of surrogates
             wrong.append(MegatrainError(f"{source}: record {number}: no text: {why}"))
-        if monotonic() - told > EVERY_S[live]:
+        if monotonic() - told > EVERY_S:
             told = monotonic()
-            sys.stderr.write(f"reading: {number:,} records of {source}" + ("\r" if live else "\n"))
+            sys.stderr.write(f"reading: {number:,} records of {source}\n")
     if wrong and len(wrong) == number:
         raise wrong[0]
     if wrong:
@@ -243,14 +240,6 @@ def _framed(ids: Any, tokenizer: Any) -> Any:
     return compact(np.append(ids, end)) if isinstance(ids, np.ndarray) else [*ids, end]
 
 
-@functools.lru_cache(4)
-def around(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and behind a text."""
-    whole, bare = (tokenizer("a", add_special_tokens=special, verbose=False)["input_ids"] for special in (True, False))
-    at = next((i for i in range(len(whole) - len(bare) + 1) if whole[i:i + len(bare)] == bare), 0)
-    return whole[:at], whole[at + len(bare):]
-
-
 def _marked(chat: Chat, tokenizer: Any, special: bool = False) -> tuple[list[int], list[bool]]:
     """Tokens of a text, and which are learned: those that have a character of an answer. One that has characters of
     both sides is the answer's: the prompt before it is as it was. special: with what the tokenizer puts around it."""
@@ -278,7 +267,9 @@ def _marked(chat: Chat, tokenizer: Any, special: bool = False) -> tuple[list[int
 
 def ids_of(text: str, tokenizer: Any) -> np.ndarray:
     """[n] tokens of a long text, with its own beginning and end."""
-    borders, (first, last) = [0], around(tokenizer)
+    whole, bare = (tokenizer("a", add_special_tokens=special, verbose=False)["input_ids"] for special in (True, False))
+    at = next((i for i in range(len(whole) - len(bare) + 1) if whole[i:i + len(bare)] == bare), 0)
+    borders = [0]
     while len(text) - borders[-1] > 2 * PASSAGE:
         end = borders[-1] + PASSAGE
         near = ([m.start() for m in border.finditer(text, end - PASSAGE // 2, end)] for border in BORDERS)
@@ -287,7 +278,7 @@ def ids_of(text: str, tokenizer: Any) -> np.ndarray:
     def of(texts: list[str]) -> list[list[int]]:
         return tokenizer(texts, add_special_tokens=False, verbose=False, return_attention_mask=False)["input_ids"]
 
-    places, found = list(pairwise([*borders, len(text)])), [compact(first)]
+    places, found = list(pairwise([*borders, len(text)])), [compact(whole[:at])]     # what stands before each text
     for some in (places[i:i + AT_ONCE] for i in range(0, len(places), AT_ONCE)):
         for (begin, end), ids in zip(some, of([text[max(0, begin - 1):end] for begin, end in some])):
             [before] = of([text[begin - 1:begin]]) if begin else [[]]
@@ -296,7 +287,7 @@ def ids_of(text: str, tokenizer: Any) -> np.ndarray:
             else:                                        # a token of both sides, where no word ended
                 [ids] = of([text[begin:end]])
             found.append(compact(ids))
-    return _framed(np.concatenate([*found, compact(last)]), tokenizer)
+    return _framed(np.concatenate([*found, compact(whole[at + len(bare):])]), tokenizer)
 
 
 # ---- several sources -----------------------------------------------------------------------------
@@ -317,11 +308,11 @@ class Source:
 def named(word: str) -> tuple[str, float | None]:
     """(path or name, weight) of `path:0.3`. A path that is there as it stands is one, colons or not."""
     name, _, tail = word.rpartition(":")
+    if not name or Path(word).exists():
+        return word, None
     try:
-        weight = float(tail) if name and not Path(word).exists() else None
+        weight = float(tail)
     except ValueError:
-        weight = None
-    if weight is None:
         return word, None
     if not (math.isfinite(weight) and weight > 0):
         raise MegatrainError(f"data={word}: a weight is a share of the tokens, more than 0")
@@ -363,8 +354,7 @@ def mixed(found: list[Source], seed: int) -> list[Document]:
 
 
 def identity(settings: Settings, found: list[Source], held: list[Source]) -> dict[str, Any]:
-    """What tells the rows from others: of each source its tokens, whatever its name. held: held out, where that is data
-    of its own."""
+    """What tells the rows from others, whatever sources are called. held: of a validation file."""
     sources = {f"source {i} of data": _about(source) for i, source in enumerate(found, 1)}
     apart = {f"source {i} of validation": _about(source) for i, source in enumerate(held, 1)}
     return sources | (apart or {"validation": settings.validation}) | {
@@ -384,8 +374,6 @@ def _about(source: Source) -> str:
 
 def difference(then: dict[str, Any], now: dict[str, Any]) -> str:
     """Words for what differs between two identities; "": they are the same."""
-    if "sources" in then:                                # as it was written before, with other hashes
-        return "an earlier megatrain began the run, and what its data was cannot be compared"
     return next((f"{name} is {now.get(name)} now, and was {then.get(name)}" for name in {**now, **then}
                  if then.get(name) != now.get(name)), "")
 
@@ -446,9 +434,6 @@ class Rows(torch.utils.data.Dataset):
         """Tokens that are predicted."""
         return int(self.learned.sum())
 
-    def first(self, most: int) -> Rows:
-        return Rows(self.ids[:most], self.learned[:most], self.begins[:most])
-
 
 def packed(found: Sequence[Document], seq: int, filler: int, alone: bool = False) -> Rows:
     """Documents in rows of `seq` tokens; filler: a token for what is left of a row; alone: no two in one row."""
@@ -501,8 +486,7 @@ def separate(config: Any) -> bool:
 
 def rows_of(settings: Settings, tokenizer: Any, parts: tuple[list[Document], list[Document]], config: Any
             ) -> tuple[Rows, Rows]:
-    """Of what is trained, and of what is held out. config: the model's.
-    Raises: MegatrainError: nothing is to be learned."""
+    """Of what is trained, and of what is held out; refused where nothing is to be learned. config: the model's."""
     seq, filler = settings.seq, next((t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id) if t is not None), 0)
     train, held = (packed(part, seq, filler, not separate(config)) for part in parts)
     if train.targets:
@@ -512,14 +496,11 @@ def rows_of(settings: Settings, tokenizer: Any, parts: tuple[list[Document], lis
         if cut := train.cut + held.cut:
             say(f"{cut} conversations are longer than {seq} tokens and lost their end; --seq makes room")
         return train, held
-    found = [part for d in parts[0] for part in d.parts]
-    if found and all(d.whole and not d.trained[1:seq].any() for d in found):
-        raise MegatrainError(f"{', '.join(settings.data)}: every prompt is longer than a row of {seq} (--seq), or as "
-                             f"long, and nothing is left of what is to be learned; the longest, with its completion, "
-                             f"has {max(map(len, found))} tokens")
     tokens, aside = (sum(map(len, part)) for part in parts)
-    raise MegatrainError(f"of {tokens} tokens, in rows of {seq} (--seq), none is to be learned; {aside} more are held "
-                         "out (--validation)")
+    longest = max((len(part) for d in parts[0] for part in d.parts if d.whole), default=0)
+    said = f"; the longest prompt with its completion has {longest}" * (longest > seq)
+    raise MegatrainError(f"of {tokens} tokens, in rows of {seq} (--seq), none is to be learned{said}; {aside} more are "
+                         "held out (--validation)")
 
 
 def collate(flat: bool) -> Callable[[list[dict[str, torch.Tensor]]], dict[str, torch.Tensor]]:

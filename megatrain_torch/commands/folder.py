@@ -37,8 +37,8 @@ UNFINISHED = ".unfinished"                   # small files of a checkpoint that 
 HALF = "model.unfinished"                    # the model at the end, until it has its name
 PAGES = ("plan.html", "step.html", "storage.html", "timeline.svg")       # of runs of version 1
 ADAPTER = "adapter_config.json"              # of PEFT: what makes a folder an adapter
-# With names that mt.save gives meanwhile.
-_CHECKPOINT = re.compile(r"(checkpoint-(\d{1,18}))(\.(?:tmp|old)-\d+-\d+)?")
+_DRAFT = r"(\.(?:tmp|old)-\d+-\d+)"         # of a checkpoint: with what mt.save puts behind its name meanwhile
+_CHECKPOINT = re.compile(rf"checkpoint-(\d{{1,18}}){_DRAFT}?")
 
 
 class Owned:
@@ -115,10 +115,10 @@ class Owned:
     # ---- entries ----
 
     def strangers(self) -> list[str]:
-        """Names in the folder that a run gives, of what this run did not make."""
+        """Names in the folder that a run gives, of what this run did not make. mt.save's drafts are a checkpoint's."""
         names = sorted(p.name for p in self.run.iterdir()) if self.run.is_dir() else ()
         return [name for name in names if _is_runs(name) and (
-            _entry_of(name) not in self.entries or (self.run / name).is_symlink())]
+            re.sub(_DRAFT + "$", "", name) not in self.entries or (self.run / name).is_symlink())]
 
     def begin(self, name: str) -> None:
         """Lists what will be made, before it is."""
@@ -200,12 +200,6 @@ def _is_runs(name: str) -> bool:
     return name in (CONFIG, LOG, UNFINISHED, HALF, FINAL) or _CHECKPOINT.fullmatch(name) is not None
 
 
-def _entry_of(name: str) -> str:
-    """A checkpoint that is being written, or was one a moment ago, is that checkpoint's."""
-    found = _CHECKPOINT.fullmatch(name)
-    return found[1] if found else name
-
-
 # ---- what is read of a run -----------------------------------------------------------------------
 
 def settings_of(run: Path) -> Settings:
@@ -234,7 +228,7 @@ def write_yaml(path: Path, settings: Settings) -> None:
 def step_of(name: str) -> int:
     """Of a checkpoint, by its name; -1: it is none."""
     found = _CHECKPOINT.fullmatch(name)
-    return int(found[2]) if found and not found[3] else -1
+    return int(found[1]) if found and not found[2] else -1
 
 
 def checkpoints(run: Path) -> list[Path]:

@@ -34,7 +34,7 @@ from transformers.training_args import TrainingArguments
 import megatrain_torch as mt
 from megatrain_torch import MegatrainError
 
-from .data import IGNORED, collate
+from .data import IGNORED, Rows, collate
 from .folder import LOG, UNFINISHED, WHOLE, Owned, checkpoints, sync
 from .launch import Team, hearing
 from .settings import SEQUENCES, Settings, say, unknown
@@ -115,9 +115,8 @@ class Streamed:
         super().log(logs, start_time)
         line = self.state.log_history[-1]                # with what the trainer itself adds
         if self.run.team.first and ("loss" in line or "eval_loss" in line):
-            several = {"gpus": self.run.team.size} if self.run.team.size > 1 else {}
             with Path(self.args.output_dir, LOG).open("a") as out:
-                out.write(json.dumps({"step": self.state.global_step} | line | several) + "\n")
+                out.write(json.dumps({"step": self.state.global_step, "gpus": self.run.team.size} | line) + "\n")
 
     def rose(self) -> str:
         """Words for losses that went up instead of down; "": they did not."""
@@ -310,10 +309,9 @@ def rewards(settings: Settings) -> Callable[..., Any] | str:
     path, _, name = settings.reward.rpartition(":")
     if not path.endswith(".py"):
         return settings.reward
-    if not Path(path).is_file():
-        raise MegatrainError(f"reward={settings.reward}: there is no file {path}")
-    if not callable(found := runpy.run_path(path).get(name)):
-        raise MegatrainError(f"reward={settings.reward}: {path} has no function {name}")
+    found = runpy.run_path(path).get(name) if Path(path).is_file() else None
+    if not callable(found):
+        raise MegatrainError(f"reward={settings.reward}: there is no file {path} with a function {name}")
     return found
 
 
@@ -369,7 +367,8 @@ def trainer_of(run: Run, model: Any, tokenizer: Any, train: Any, held: Any, how:
         if hasattr(words := model.config.get_text_config(), "output_router_logits"):
             words.output_router_logits = False           # a mixture's loss is that of its words
         more = {"data_collator": collate(settings.device == "cuda" and not train.alone), "train_dataset": train,
-                "eval_dataset": held.first(HELD_OUT_ROWS) if len(held) else None}
+                "eval_dataset": Rows(*(part[:HELD_OUT_ROWS] for part in (held.ids, held.learned, held.begins)))
+                if len(held) else None}
     else:
         more = {"train_dataset": as_dataset("train", train), "eval_dataset": as_dataset("held", held)}
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -454,13 +453,13 @@ class Bar(TrainerCallback):
 
     def __init__(self, say: Callable[[str], None], trace: mt.Trace) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
         self._say, self._trace, self._task, self._begun = say, trace, None, monotonic()
         self._told = -math.inf                       # when a line with the loss was written
         console = Console()                          # while it is drawn, rich writes other lines above it
-        self._bar = Progress(TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=12),
-                             TextColumn("{task.fields[within]}{task.description}"), TimeRemainingColumn(),
+        self._bar = Progress("step {task.completed}/{task.total}", BarColumn(bar_width=12),
+                             "{task.fields[within]}{task.description}", TimeRemainingColumn(),
                              console=console, disable=not console.is_terminal, refresh_per_second=1)
 
     def __str__(self) -> str:

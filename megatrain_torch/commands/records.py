@@ -80,10 +80,8 @@ def _whole(path: Path) -> Iterator[Record | MegatrainError]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as why:
-        needed = "JSON is UTF-8" if is_json else (
-            f"a text file, or one of {', '.join(RECORD_KINDS)}, is needed; a text of another encoding: "
-            f"iconv -f LATIN1 -t UTF-8 {path}")
-        raise MegatrainError(f"{path}: byte {why.start} is not UTF-8: {needed}") from None
+        raise MegatrainError(f"{path}: byte {why.start} is not UTF-8, as texts and JSON are; if it has another "
+                             f"encoding: iconv -f LATIN1 -t UTF-8 {path}") from None
     first = text.lstrip().split("\n", 1)[0]
     as_lines = first[:1] == "{" and isinstance(_record(first, ""), dict) and (not is_json or "\n" in text.strip())
     if not is_json:

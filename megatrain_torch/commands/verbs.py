@@ -179,6 +179,7 @@ def doctor(args: argparse.Namespace) -> None:
 
 # ---- plan ----------------------------------------------------------------------------------------
 
+NOT_PLANS = ("help", "list_machines", "json", "run", "verb", "names")
 TOKENS, SEQ = 65536, 4096           # of a step, of a sequence, as `megatrain train` has them on CUDA
 NO_GPU = ("there is no GPU here to plan for. Name a card, --machine h100-80g (--list-machines has all), a file that "
           "`megatrain doctor` wrote, or --machine cpu; or sizes alone, --vram 24GiB --host 64GiB")
@@ -213,9 +214,6 @@ def _add_plan(commands: Any) -> None:
         "where it fits")
     add_flags(parser, ("states", "lora", "base", "products"))
     parser.set_defaults(run=plan, names=[a.dest for a in parser._actions if a.dest not in ("model", *NOT_PLANS)])
-
-
-NOT_PLANS = ("help", "list_machines", "json", "run", "verb", "names")
 
 
 def plan(args: argparse.Namespace) -> int:
