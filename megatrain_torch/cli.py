@@ -5,7 +5,6 @@
     megatrain eval runs/mine other.txt
     megatrain generate runs/mine --prompt "Once"
     megatrain export runs/mine folder                   as transformers has it
-    megatrain report runs/mine                          a page with curves, time line and memory
     megatrain doctor                                    measure this machine, for plans
     megatrain plan Qwen/Qwen2.5-7B --tokens 65536 --seq 1024 --vram 24GiB
     megatrain plan path/with/config.json --tokens 65536 --seq 1024 --machine rtx4090 --host 128GiB

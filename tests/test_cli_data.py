@@ -10,8 +10,17 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers")
-from test_cli import MARKED, TEXT, bytes_tokenizer, megatrain, refused, threads, toy, trained_words  # noqa: F401
-from test_cli_keeps import unpainted  # noqa: F401
+from test_cli import (  # noqa: F401
+    MARKED,
+    TEXT,
+    bytes_tokenizer,
+    lines,
+    megatrain,
+    refused,
+    threads,
+    toy,
+    trained_words,
+)
 
 from megatrain_torch import MegatrainError
 from megatrain_torch.commands import data, folder, records, train
@@ -112,12 +121,10 @@ def test_nothing_that_a_record_asks_is_lost(tmp_path: Path, record: dict[str, An
     assert all(part in text for part in asked.split("\n\n")) and [t.strip() for t in trained] == [f"{answer}<end>"]
 
 
-def test_a_system_message_and_turns_before_are_told_too(tmp_path: Path) -> None:
-    record = {"system_prompt": "Be brief.", "question": "Who?", "response": "Ann", "history": [["hi", "ho"]]}
+def test_a_system_message_is_told_too(tmp_path: Path) -> None:
+    record = {"system_prompt": "Be brief.", "question": "Who?", "response": "Ann"}
     [(text, trained)] = read(tmp_path / "a.jsonl", json.dumps(record), chatty())
-    assert text.startswith("system: Be brief.user: hiassistant: ho") and trained == ["Ann<end>"]
-    with pytest.raises(MegatrainError, match="has a history, and the model's tokenizer has no chat template"):
-        read(tmp_path / "a.jsonl", json.dumps(record))
+    assert text.startswith("system: Be brief.user: Who?") and trained == ["Ann<end>"]
     [(text, _)] = read(tmp_path / "a.jsonl", json.dumps(record | {"history": []}))
     assert text == "Be brief.\n\nQuestion: Who?\nAnswer: Ann<end>"
     [(text, _)] = read(tmp_path / "a.jsonl", json.dumps(ALPACA))
@@ -132,7 +139,7 @@ def test_a_system_message_and_turns_before_are_told_too(tmp_path: Path) -> None:
     ({"instruction": "a", "output": None}, "output is null"), ({"instruction": "a"}, "no messages, prompt or text"),
     ({"question": ["a"], "answer": "b"}, "question is a list"), ({"question": 0, "answer": "b"}, "question is a int"),
     ({"instruction": "a", "input": [], "output": "b"}, "input is a list"),
-    ({"instruction": "a", "output": "b", "history": "c"}, "history must be a list of pairs")], ids=str)
+    ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "has a history, which would not be")], ids=str)
 def test_a_record_that_asks_what_cannot_be_told_is_refused(tmp_path: Path, record: dict[str, Any], words: str) -> None:
     for tokenizer in (bytes_tokenizer(), chatty()):
         with pytest.raises(MegatrainError) as why:
@@ -222,7 +229,7 @@ def test_what_is_held_out_is_data_of_its_own(begun: Path) -> None:
     (parts, identity) = train.parts_of(settings, bytes_tokenizer())
     assert bytes_tokenizer().decode(parts[1][0].ids) == TEXT[5000:5600] + "<end>" and len(parts[0]) == 2
     assert "validation" not in identity and "source 1 of validation" in identity
-    assert [line for line in folder.lines(begun / "run") if "eval_loss" in line]
+    assert [line for line in lines(begun / "run") if "eval_loss" in line]
 
 
 def test_resume_with_other_data_is_refused_or_told(begun: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,7 +251,7 @@ def test_resume_with_other_data_is_refused_or_told(begun: Path, capsys: pytest.C
     (begun / "moved.txt").write_text(whole + "!")
     write_yaml(run / "config.yaml", settings.with_(data=moved))
     assert megatrain("resume", run, "--new-data") == 0
-    assert [line["step"] for line in folder.lines(run) if "loss" in line] == [1, 2, 3]
+    assert [line["step"] for line in lines(run) if "loss" in line] == [1, 2, 3]
     shutil.rmtree(run / "model")
     write_yaml(run / "config.yaml", settings.with_(data=moved, steps=4))
     assert megatrain("resume", run) == 0, "the same data by another name, and it is the run's now"

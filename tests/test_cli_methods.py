@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("trl")
 from safetensors.torch import load_file
-from test_cli import MARKED, TEXT, bytes_tokenizer, megatrain, refused, toy_model
+from test_cli import MARKED, TEXT, bytes_tokenizer, lines, megatrain, refused, toy_model
 
 import megatrain_torch as mt
 from megatrain_torch.commands import data, folder, loop, models, records, train
@@ -53,7 +53,7 @@ def words(here: Path, method: str, out: str, data: str | None = None) -> list[An
 
 
 def losses(run: Path) -> list[float]:
-    return [line["loss"] for line in folder.lines(run) if "loss" in line]
+    return [line["loss"] for line in lines(run) if "loss" in line]
 
 
 @pytest.mark.parametrize("method, lora", parity.turns(list(DATA), [None, "r=4"]))
@@ -132,7 +132,7 @@ def test_early_stopping_takes_the_best_weights_and_trainers_names_are_taken(here
                      "--max-steps", 30, "--early-stopping", 2, "--eval-every", 1, "--neftune-noise-alpha", 5,
                      "--warmup", 0, "--lr_scheduler_type", "constant") == 0
     said = capsys.readouterr().out
-    found = {line["step"]: line["eval_loss"] for line in folder.lines(run) if "eval_loss" in line}
+    found = {line["step"]: line["eval_loss"] for line in lines(run) if "eval_loss" in line}
     best = min(found, key=found.get)
     assert max(found) == best + 2 < 30 and f"the best was checkpoint-{best}" in said
     weights = [load_file(run / name / "model.safetensors") for name in (f"checkpoint-{best}", "model")]

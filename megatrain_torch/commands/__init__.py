@@ -4,5 +4,5 @@
     records.py     records of files, chats among them               models.py    models by name, adapters, exports
     data.py        records as tokens, and tokens as rows            launch.py    a process for each GPU
     train.py       train and resume                                 loop.py      trainers of TRL, ours in front
-    verbs.py       eval, generate, export, plan, report, doctor
+    verbs.py       eval, generate, export, plan, doctor
 """

@@ -5,11 +5,11 @@
 from __future__ import annotations
 
 import bisect
-import functools
 import hashlib
 import json
 import math
 import random
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,11 +29,10 @@ from .records import Chat, Record, Template
 from .settings import Settings, say
 
 T = TypeVar("T")
-EVERY_S = {True: 0.5, False: 30.0}   # on a terminal, and without one: between two lines that say how far reading is
+EVERY_S = 10.0                       # between two lines that say how far reading is
 TOGETHER = 1000                      # records whose texts the tokenizer is given at once
 PASSAGE = 1 << 14                    # characters
-AROUND = 1 << 11                     # characters before and behind a passage that are read with it
-SAME = 128                           # characters around a border within which both sides must have the same tokens
+BORDERS = (re.compile(r"(?<=\w) (?=\w)"), re.compile(r"(?<=\S\n)(?=\S)"))        # of passages, better ones first
 AT_ONCE = 4                          # passages: the tokenizer takes them on threads
 # The fields that a record of a method other than sft has.
 NEEDED = {"dpo": ("chosen", "rejected"), "orpo": ("prompt", "chosen", "rejected"), "reward": ("chosen", "rejected"),
@@ -82,10 +81,8 @@ class Document:
 
 def documents(found: Iterable[Record | MegatrainError], tokenizer: Any, column: str | None = None,
               source: str = "the data", date: datetime | None = None, method: str = "sft") -> list[Document]:
-    """Tokens of all records that have any; with other methods the records for TRL. A wrong one is left out, and said.
-
-    column: the field to train on. date: the run's first day, for templates that tell it.
-    Raises: MegatrainError: all are wrong, or empty."""
+    """Tokens of all records that have any; with other methods the records for TRL. A wrong one is left out, and said;
+    all of them wrong, or empty, are refused. date: the run's first day, for templates that tell it."""
     template = Template(tokenizer, date)
 
     def read(record: Record, where: str) -> Document | str:
@@ -118,7 +115,7 @@ def _all_trained(ids: np.ndarray, **more: Any) -> Document:
 def _right(found: Iterable[Record | MegatrainError], read: Callable[[Record, str], T], source: str) -> Iterator[T]:
     """What is read of each record that is right; if none is, the first one's error."""
     wrong: list[MegatrainError] = []
-    told, number, live = monotonic(), 0, sys.stderr.isatty()
+    told, number = monotonic(), 0
     for number, record in enumerate(found, 1):
         try:
             if isinstance(record, MegatrainError):
@@ -128,9 +125,9 @@ def _right(found: Iterable[Record | MegatrainError], read: Callable[[Record, str
             wrong.append(why)
         except UnicodeEncodeError as why:                # JSON may have half of a pair of surrogates
             wrong.append(MegatrainError(f"{source}: record {number}: no text: {why}"))
-        if monotonic() - told > EVERY_S[live]:
+        if monotonic() - told > EVERY_S:
             told = monotonic()
-            sys.stderr.write(f"reading: {number:,} records of {source}" + ("\r" if live else "\n"))
+            sys.stderr.write(f"reading: {number:,} records of {source}\n")
     if wrong and len(wrong) == number:
         raise wrong[0]
     if wrong:
@@ -243,14 +240,6 @@ def _framed(ids: Any, tokenizer: Any) -> Any:
     return compact(np.append(ids, end)) if isinstance(ids, np.ndarray) else [*ids, end]
 
 
-@functools.lru_cache(4)
-def around(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and behind a text."""
-    whole, bare = (tokenizer("a", add_special_tokens=special, verbose=False)["input_ids"] for special in (True, False))
-    at = next((i for i in range(len(whole) - len(bare) + 1) if whole[i:i + len(bare)] == bare), 0)
-    return whole[:at], whole[at + len(bare):]
-
-
 def _marked(chat: Chat, tokenizer: Any, special: bool = False) -> tuple[list[int], list[bool]]:
     """Tokens of a text, and which are learned: those that have a character of an answer. One that has characters of
     both sides is the answer's: the prompt before it is as it was. special: with what the tokenizer puts around it."""
@@ -272,55 +261,33 @@ def _marked(chat: Chat, tokenizer: Any, special: bool = False) -> tuple[list[int
 
 
 # ---- long texts ----------------------------------------------------------------------------------
-# One call of a tokenizer takes 200 bytes a character, so a long text is tokenized in passages, several at once. Each is
-# read with some of the text before and behind it, and has the tokens that begin in it: those of one call, where both
-# passages have the same tokens around their border. Where they have not (the same few characters again and again), the
-# later one is read anew, from where the last token of the one before ends. A tokenizer in Python tells no places: its
-# passages are read by themselves.
+# One call of a tokenizer takes 200 bytes a character: a long text is tokenized in passages, several at once. Each ends
+# before a space between words, else behind a line: no token has characters of both sides. Each is read with the
+# character before it, whose tokens are left out: the first word of a text may get a space that is not in the data.
 
 def ids_of(text: str, tokenizer: Any) -> np.ndarray:
     """[n] tokens of a long text, with its own beginning and end."""
-    first, last = around(tokenizer)
-    return _framed(compact(np.concatenate([compact(first), *_passages(text, tokenizer), compact(last)])), tokenizer)
-
-
-def _passages(text: str, tokenizer: Any) -> Iterator[np.ndarray]:
-    borders, around = [0], AROUND if tokenizer.is_fast else 0
+    whole, bare = (tokenizer("a", add_special_tokens=special, verbose=False)["input_ids"] for special in (True, False))
+    at = next((i for i in range(len(whole) - len(bare) + 1) if whole[i:i + len(bare)] == bare), 0)
+    borders = [0]
     while len(text) - borders[-1] > 2 * PASSAGE:
-        near = borders[-1] + PASSAGE                     # behind a paragraph, a line or a word that ends shortly before
-        ends = ((text.rfind(mark, near - PASSAGE // 2, near), mark) for mark in ("\n\n", "\n", " "))
-        borders.append(next((at + len(mark) for at, mark in ends if at >= 0), near))
-    places = list(pairwise([*borders, len(text)]))
-    (ids, at), begun = (np.zeros(0), np.zeros(0)), 0     # of the passage before
+        end = borders[-1] + PASSAGE
+        near = ([m.start() for m in border.finditer(text, end - PASSAGE // 2, end)] for border in BORDERS)
+        borders.append(next(filter(None, near), [end])[-1])
+
+    def of(texts: list[str]) -> list[list[int]]:
+        return tokenizer(texts, add_special_tokens=False, verbose=False, return_attention_mask=False)["input_ids"]
+
+    places, found = list(pairwise([*borders, len(text)])), [compact(whole[:at])]     # what stands before each text
     for some in (places[i:i + AT_ONCE] for i in range(0, len(places), AT_ONCE)):
-        for here, (begin, end) in zip(_read(text, some, around, around, tokenizer), some):
-            if begin:
-                pair = [_between(*one, begin - SAME, begin + SAME) for one in ((ids, at), here)]
-                if around and not all(map(np.array_equal, *pair)):
-                    begin = next((int(a) for a in at[np.searchsorted(at, begin):]), begin)
-                    [here] = _read(text, [(begin, end)], 0, around, tokenizer)
-                yield _between(ids, at, begun, begin)[0].copy()
-            (ids, at), begun = here, begin
-    yield _between(ids, at, begun, len(text))[0].copy()
-
-
-def _between(ids: np.ndarray, at: np.ndarray, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-    some = slice(*np.searchsorted(at, (begin, end)))
-    return ids[some], at[some]
-
-
-def _read(text: str, places: list[tuple[int, int]], before: int, behind: int, tokenizer: Any
-          ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of each passage, and so many characters before and behind it: the tokens, and the characters they begin at."""
-    begins = [max(0, a - before) for a, _ in places]
-    made = tokenizer([text[begin:b + behind] for begin, (_, b) in zip(begins, places)], add_special_tokens=False,
-                     verbose=False, return_attention_mask=False,
-                     **{"return_offsets_mapping": True} if tokenizer.is_fast else {})
-    ids = [compact(some) for some in made["input_ids"]]
-    if not tokenizer.is_fast:                            # all tokens are the passage's own
-        return [(some, np.full(len(some), a)) for some, a in zip(ids, begins)]
-    return [(some, a + np.fromiter((first for first, _ in offsets), np.int64, len(some)))
-            for some, a, offsets in zip(ids, begins, made["offset_mapping"])]
+        for (begin, end), ids in zip(some, of([text[max(0, begin - 1):end] for begin, end in some])):
+            [before] = of([text[begin - 1:begin]]) if begin else [[]]
+            if ids[:len(before)] == before:
+                ids = ids[len(before):]
+            else:                                        # a token of both sides, where no word ended
+                [ids] = of([text[begin:end]])
+            found.append(compact(ids))
+    return _framed(np.concatenate([*found, compact(whole[at + len(bare):])]), tokenizer)
 
 
 # ---- several sources -----------------------------------------------------------------------------
@@ -341,11 +308,11 @@ class Source:
 def named(word: str) -> tuple[str, float | None]:
     """(path or name, weight) of `path:0.3`. A path that is there as it stands is one, colons or not."""
     name, _, tail = word.rpartition(":")
+    if not name or Path(word).exists():
+        return word, None
     try:
-        weight = float(tail) if name and not Path(word).exists() else None
+        weight = float(tail)
     except ValueError:
-        weight = None
-    if weight is None:
         return word, None
     if not (math.isfinite(weight) and weight > 0):
         raise MegatrainError(f"data={word}: a weight is a share of the tokens, more than 0")
@@ -379,14 +346,7 @@ def mixed(found: list[Source], seed: int) -> list[Document]:
         return [d for source in found for d in source.documents]
     whole = sum(source.weight for source in found)
     most = min(source.tokens * whole / source.weight for source in found)
-    taken = []
-    for source in found:
-        some, left = [], round(most * source.weight / whole)
-        for document in shuffled(source.documents, seed):
-            if left > 0 and (not document.whole or 2 * left >= len(document)):   # more than half of it is wanted
-                some.append(document if document.whole else document.cut(0, left))
-                left -= len(some[-1])
-        taken.append(some)
+    taken = [held_out(source.documents, 1 - most * source.weight / whole / source.tokens, seed)[0] for source in found]
     tokens = [sum(map(len, some)) for some in taken]
     for source, own in zip(found, tokens):
         say(f"{source.name}: {own:,} of {source.tokens:,} tokens, {own / max(1, sum(tokens)):.0%} of the data")
@@ -394,8 +354,7 @@ def mixed(found: list[Source], seed: int) -> list[Document]:
 
 
 def identity(settings: Settings, found: list[Source], held: list[Source]) -> dict[str, Any]:
-    """What tells the rows from others: of each source its tokens, whatever its name. held: held out, where that is data
-    of its own."""
+    """What tells the rows from others, whatever sources are called. held: of a validation file."""
     sources = {f"source {i} of data": _about(source) for i, source in enumerate(found, 1)}
     apart = {f"source {i} of validation": _about(source) for i, source in enumerate(held, 1)}
     return sources | (apart or {"validation": settings.validation}) | {
@@ -409,13 +368,12 @@ def _about(source: Source) -> str:
         whole.update(d.ids.astype("<u4").tobytes() if len(d) < 1 << 20 else d.ids.data)
         if not d.trained.all():
             whole.update(d.trained.tobytes())
-    return f"{source.tokens:,} tokens of weight {source.weight} with the hash {whole.hexdigest()}"
+    weight = "of weight None" if source.weight is None else f"of the weight {source.weight:g}"
+    return f"{source.tokens:,} tokens {weight} with the hash {whole.hexdigest()}"
 
 
 def difference(then: dict[str, Any], now: dict[str, Any]) -> str:
     """Words for what differs between two identities; "": they are the same."""
-    if "sources" in then:                                # as it was written before, with other hashes
-        return "an earlier megatrain began the run, and what its data was cannot be compared"
     return next((f"{name} is {now.get(name)} now, and was {then.get(name)}" for name in {**now, **then}
                  if then.get(name) != now.get(name)), "")
 
@@ -428,7 +386,7 @@ def difference(then: dict[str, Any], now: dict[str, Any]) -> str:
 
 def held_out(found: list[Document], share: float, seed: int) -> tuple[list[Document], list[Document]]:
     """(documents to train on, documents held out): in an order drawn once, the last `share` of the tokens. A text on
-    the border is cut there; a document that stays whole is held out."""
+    the border is cut there; a document that stays whole is held out, unless it is the first."""
     order = shuffled(found, seed)
     left = sum(map(len, found)) - int(share * sum(map(len, found)))
     for i, document in enumerate(order):
@@ -475,9 +433,6 @@ class Rows(torch.utils.data.Dataset):
     def targets(self) -> int:
         """Tokens that are predicted."""
         return int(self.learned.sum())
-
-    def first(self, most: int) -> Rows:
-        return Rows(self.ids[:most], self.learned[:most], self.begins[:most])
 
 
 def packed(found: Sequence[Document], seq: int, filler: int, alone: bool = False) -> Rows:
@@ -531,8 +486,7 @@ def separate(config: Any) -> bool:
 
 def rows_of(settings: Settings, tokenizer: Any, parts: tuple[list[Document], list[Document]], config: Any
             ) -> tuple[Rows, Rows]:
-    """Of what is trained, and of what is held out. config: the model's.
-    Raises: MegatrainError: nothing is to be learned."""
+    """Of what is trained, and of what is held out; refused where nothing is to be learned. config: the model's."""
     seq, filler = settings.seq, next((t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id) if t is not None), 0)
     train, held = (packed(part, seq, filler, not separate(config)) for part in parts)
     if train.targets:
@@ -542,14 +496,11 @@ def rows_of(settings: Settings, tokenizer: Any, parts: tuple[list[Document], lis
         if cut := train.cut + held.cut:
             say(f"{cut} conversations are longer than {seq} tokens and lost their end; --seq makes room")
         return train, held
-    found = [part for d in parts[0] for part in d.parts]
-    if found and all(d.whole and not d.trained[1:seq].any() for d in found):
-        raise MegatrainError(f"{', '.join(settings.data)}: every prompt is longer than a row of {seq} (--seq), or as "
-                             f"long, and nothing is left of what is to be learned; the longest, with its completion, "
-                             f"has {max(map(len, found))} tokens")
     tokens, aside = (sum(map(len, part)) for part in parts)
-    raise MegatrainError(f"of {tokens} tokens, in rows of {seq} (--seq), none is to be learned; {aside} more are held "
-                         "out (--validation)")
+    longest = max((len(part) for d in parts[0] for part in d.parts if d.whole), default=0)
+    said = f"; the longest prompt with its completion has {longest}" * (longest > seq)
+    raise MegatrainError(f"of {tokens} tokens, in rows of {seq} (--seq), none is to be learned{said}; {aside} more are "
+                         "held out (--validation)")
 
 
 def collate(flat: bool) -> Callable[[list[dict[str, torch.Tensor]]], dict[str, torch.Tensor]]:

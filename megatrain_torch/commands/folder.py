@@ -4,21 +4,17 @@
     log.jsonl                 a line for each logged step and each evaluation
     checkpoint-200/ ...       all that resume needs, in Hugging Face format
     model/                    the model at the end
-    plan.html, step.html, storage.html, timeline.svg      for `megatrain report`
-    megatrain-run.json        the marker: what makes a folder a run, and each entry that the run made
-    .megatrain-run.lock       while a command writes; locked (flock), however that command ends
+    megatrain-run.json        the marker: what makes a folder a run, and the names of what the run made
+    .megatrain-run.lock       locked (flock) while a command writes, however that command ends
 
-(1) An entry is listed before it is made, so that whatever a crash leaves is known.
+(1) A name is listed before it is made, so that whatever a crash leaves is known.
 (2) Only what is listed is ever removed or replaced.
-(3) Of a listed folder only files go that are as they were written, by size and time of change: what somebody put beside
-    them, or changed, stays.
-(4) The marker is replaced as a whole, and is on the disk before what it lists.
+(3) The marker is replaced as a whole, and is on the disk before what it lists.
 """
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import fcntl
 import json
 import os
@@ -29,32 +25,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import megatrain_torch as mt
 from megatrain_torch import MegatrainError
 
 from .settings import Settings, near, read_table, read_yaml, say
 
 MARKER, LOCK = "megatrain-run.json", ".megatrain-run.lock"
-PROGRAM, VERSION = "megatrain", 1
+PROGRAM, VERSION = "megatrain", 2
 CONFIG, LOG, FINAL = "config.yaml", "log.jsonl", "model"
 WHOLE = "trainer_state.json"                 # of a checkpoint: written last, removed first
 UNFINISHED = ".unfinished"                   # small files of a checkpoint that is being written
 HALF = "model.unfinished"                    # the model at the end, until it has its name
-PAGES = ("plan.html", "step.html", "storage.html", "timeline.svg")
-FILE, SCRATCH = "file", "scratch"            # of an entry that is no folder of files; of one that goes as a whole
+PAGES = ("plan.html", "step.html", "storage.html", "timeline.svg")       # of runs of version 1
 ADAPTER = "adapter_config.json"              # of PEFT: what makes a folder an adapter
-# With names that mt.save gives meanwhile.
-_CHECKPOINT = re.compile(r"(checkpoint-(\d{1,18}))(\.(?:tmp|old)-\d+-\d+)?")
-_BESIDE = re.compile(rf"\.({re.escape(MARKER)}|{re.escape(CONFIG)}|{re.escape(LOG)})\.\d+\.unfinished")
-_WHOLES = dict.fromkeys((CONFIG, LOG, *PAGES), FILE) | dict.fromkeys((UNFINISHED, HALF), SCRATCH)
-Entry = str | dict[str, list[int] | None]    # of _WHOLES; or a folder's files: [size, time] of each, None: begun
+_DRAFT = r"(\.(?:tmp|old)-\d+-\d+)"         # of a checkpoint: with what mt.save puts behind its name meanwhile
+_CHECKPOINT = re.compile(rf"checkpoint-(\d{{1,18}}){_DRAFT}?")
 
 
 class Owned:
-    """A run's folder, as its marker has it. entries: by name. data: what tells the run's rows (data.identity)."""
+    """A run's folder, as its marker has it. entries: names. data: what tells the run's rows (data.identity)."""
 
     def __init__(self, run: Path) -> None:
-        self.run, self.entries, self.data = run, {}, {}
+        self.run, self.entries, self.data = run, set(), {}
         self._lock = -1                      # the descriptor, in the process that locked it
         self._read()
 
@@ -63,13 +54,18 @@ class Owned:
         if not where.is_file():
             return
         found = read_table(where)
-        if (found.get("program"), found.get("version")) != (PROGRAM, VERSION):
+        if found.get("program") != PROGRAM or found.get("version") not in (1, VERSION):
             raise MegatrainError(f"{where}: a table of program {PROGRAM!r}, version {VERSION}, is needed")
-        self.data, self.entries = found.get("data"), found.get("entries")
-        if not isinstance(self.data, dict) or not isinstance(self.entries, dict):
-            raise MegatrainError(f"{where}: data and entries are needed, each a table")
-        if wrong := [name for name, entry in self.entries.items() if not _is_entry(name, entry)]:
+        entries, self.data = found.get("entries"), found.get("data")
+        if not isinstance(self.data, dict) or not isinstance(entries, (list, dict)):     # a dict: of version 1
+            raise MegatrainError(f"{where}: entries and data are needed, a list and a table")
+        if wrong := [name for name in entries if not isinstance(name, str) or not (name in PAGES or _is_runs(name))]:
             raise MegatrainError(f"{where}: entry {wrong[0]!r} is none that a run makes")
+        self.entries = set(entries)
+
+    def _write(self) -> None:
+        body = {"program": PROGRAM, "version": VERSION, "entries": sorted(self.entries), "data": self.data}
+        replace(self.run / MARKER, json.dumps(body, indent=1).encode())
 
     # ---- who writes ----
 
@@ -86,38 +82,30 @@ class Owned:
             self._leave()
 
     def lock(self) -> None:
-        path = self.run / LOCK
-        while self._lock < 0:
-            try:
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW)
-            except OSError as why:
-                raise MegatrainError(f"out={self.run}: nothing can be written there ({why.strerror})") from None
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as why:
-                who = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
-                os.close(fd)
-                if why.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                    raise MegatrainError(f"{self.run} is being written by {who}: wait, or use another folder") from None
-                path.unlink(missing_ok=True)
-                say(f"{self.run}: this file system has no locks ({why.strerror}); no second run may write there")
-                break
-            # Whoever had the lock before may have removed the file meanwhile. Links are not counted alike by all file
-            # systems, so what the name stands for by then is compared.
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(fd), os.stat(path)):
-                    self._lock = fd
-                    # A forked child, a DataLoader's worker say, must not keep the lock when this process is gone.
-                    os.register_at_fork(after_in_child=self._leave)
-                    continue
-            os.close(fd)                                 # and once more
-        self._read()                                     # as whoever had the lock before left it
         if self._lock >= 0:
-            os.ftruncate(self._lock, 0)
-            os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-            for beside in self.run.iterdir():            # what `replace` of killed commands left goes
-                if _BESIDE.fullmatch(beside.name) and not beside.is_dir():
-                    beside.unlink()
+            return
+        path = self.run / LOCK
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as why:
+            raise MegatrainError(f"out={self.run}: nothing can be written there ({why.strerror})") from None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Whoever had the lock before may have removed the file meanwhile, and another process made a new one.
+            if not os.path.samestat(os.fstat(fd), os.stat(path)):
+                raise BlockingIOError
+        except (BlockingIOError, PermissionError, FileNotFoundError):
+            who = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
+            os.close(fd)
+            raise MegatrainError(f"{self.run} is being written by {who}: wait, or use another folder") from None
+        except OSError as why:
+            say(f"{self.run}: this file system has no locks ({why.strerror}); no second run may write there")
+        self._lock = fd
+        # A forked child, a DataLoader's worker say, must not keep the lock when this process is gone.
+        os.register_at_fork(after_in_child=self._leave)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        self._read()                                     # as whoever had the lock before left it
 
     def _leave(self) -> None:
         if self._lock >= 0:
@@ -127,59 +115,28 @@ class Owned:
     # ---- entries ----
 
     def strangers(self) -> list[str]:
-        """Names in the folder that a run gives, of what this run did not make, or not as it is now."""
+        """Names in the folder that a run gives, of what this run did not make. mt.save's drafts are a checkpoint's."""
         names = sorted(p.name for p in self.run.iterdir()) if self.run.is_dir() else ()
-        return [path for name in names if name in _WHOLES or name == FINAL or _CHECKPOINT.fullmatch(name)
-                for path in self.changed(name)]
+        return [name for name in names if _is_runs(name) and (
+            re.sub(_DRAFT + "$", "", name) not in self.entries or (self.run / name).is_symlink())]
 
-    def changed(self, name: str) -> list[str]:
-        """Of an entry the paths, from the run's folder, that are not as the run left them; of none that is listed its
-        name."""
-        entry, path = self.entries.get(_entry_of(name)), self.run / name
-        if entry is None or path.is_symlink():
-            return [name]
-        if not isinstance(entry, dict) or name != _entry_of(name):
-            return [] if path.is_dir() == (entry != FILE) else [name]
-        if not path.is_dir():
-            return [name] if path.exists() else []
-        if entry and None not in entry.values():
-            return [f"{name}/{file}" for file, mark in _marks(path).items() if entry.get(file) != mark]
-        try:                                             # begun, and never noted as whole
-            own = mt.inspect_checkpoint(path).files
-        except (MegatrainError, OSError):
-            own = {f for f in _files(path) if f.endswith((".safetensors", ".safetensors.index.json"))}
-        return [f"{name}/{file}" for file in _files(path) if file not in entry and file not in own]
-
-    def begin(self, name: str, entry: Entry) -> None:
+    def begin(self, name: str) -> None:
         """Lists what will be made, before it is."""
         path = self.run / name
-        if os.path.lexists(path) and self.changed(name):
-            raise MegatrainError(f"{path} is there, and this run did not make it, or not as it is now: move it away")
-        self.entries[name] = entry
+        if os.path.lexists(path) and name not in self.entries:
+            raise MegatrainError(f"{path} is there, and this run did not make it: move it away")
+        self.entries.add(name)
         self._write()
 
-    def made(self, name: str, at: str = "") -> None:
-        """A folder is whole: what is in it is the run's, as it is now. at: its name until it has this one."""
-        self.entries[name] = _marks(self.run / (at or name))
-        self._write()
-
-    def remove(self, name: str) -> list[str]:
-        """An entry goes, with what is listed of it; returns what stays."""
-        path, stays, entry = self.run / name, self.changed(name), self.entries[name]
-        if entry == FILE and not stays:
+    def remove(self, name: str) -> None:
+        path = self.run / name
+        if path.is_dir() and not path.is_symlink():
+            (path / WHOLE).unlink(missing_ok=True)
+            shutil.rmtree(path)
+        else:
             path.unlink(missing_ok=True)
-        elif entry == SCRATCH and not stays:
-            shutil.rmtree(path, ignore_errors=True)
-        elif not path.is_symlink() and path.is_dir():
-            for file in sorted(_files(path), key=lambda f: f != WHOLE):
-                if f"{name}/{file}" not in stays:
-                    (path / file).unlink()
-            for below, _, _ in os.walk(path, topdown=False):
-                with contextlib.suppress(OSError):       # it is not empty
-                    os.rmdir(below)
-        del self.entries[name]
+        self.entries.discard(name)
         self._write()
-        return stays
 
     # ---- begin and end of a run ----
 
@@ -187,13 +144,13 @@ class Owned:
         """A new run, in place of the one that the folder has: everything else was checked."""
         known = set(self.entries)
         self.lock()
-        if set(self.entries) != known:
+        if self.entries != known:
             raise MegatrainError(f"{self.run} has another run since this one was asked for: name another folder")
         self.check_free()
-        for name in list(self.entries):
+        for name in known:
             self._remove_drafts(name)
             self.remove(name)
-        self.entries, self.data = {name: kind for name, kind in _WHOLES.items() if name != HALF}, data
+        self.entries, self.data = {CONFIG, LOG, UNFINISHED}, data
         self._write()
 
     def go_on(self, data: dict[str, Any]) -> None:
@@ -212,8 +169,8 @@ class Owned:
     def check_free(self) -> None:
         if found := self.strangers():
             more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-            raise MegatrainError(f"out={self.run} has {', '.join(found[:3])}{more}, which no run of megatrain made, or "
-                                 "not as it is now, and a run would put its own there: --out names another folder")
+            raise MegatrainError(f"out={self.run} has {', '.join(found[:3])}{more}, which no run of megatrain made, "
+                                 "and a run would put its own there: --out names another folder")
 
     def _remove_drafts(self, name: str) -> None:
         """What killed saves of a checkpoint left: the lock is this process's, so nobody writes there."""
@@ -221,14 +178,10 @@ class Owned:
             if _CHECKPOINT.fullmatch(path.name) and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _write(self) -> None:
-        body = {"program": PROGRAM, "version": VERSION, "entries": self.entries, "data": self.data}
-        replace(self.run / MARKER, json.dumps(body, indent=1).encode())
-
 
 def replace(path: Path, data: bytes) -> None:
-    """All or none of a file's contents, on the disk."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    """All or none of a file's contents, on the disk. One process writes a run's folder, so one name does for all."""
+    beside = path.with_name(f".{path.name}.unfinished")
     beside.write_bytes(data)
     sync(beside)
     os.replace(beside, path)
@@ -243,38 +196,8 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
-def _is_entry(name: str, entry: Any) -> bool:
-    if name in _WHOLES:
-        return entry == _WHOLES[name]
-    return (name == FINAL or step_of(name) >= 0) and isinstance(entry, dict) and all(
-        all(part not in ("", ".", "..") and "\0" not in part and "\\" not in part for part in file.split("/"))
-        and (mark is None or (isinstance(mark, list) and len(mark) == 2 and all(map(is_count, mark))))
-        for file, mark in entry.items())
-
-
-def is_count(value: Any) -> bool:
-    """A whole number of 64 bits, 0 or more; True is none."""
-    return type(value) is int and 0 <= value < 2**63
-
-
-def _entry_of(name: str) -> str:
-    """A checkpoint that is being written, or was one a moment ago, is that checkpoint's."""
-    found = _CHECKPOINT.fullmatch(name)
-    return found[1] if found else name
-
-
-def _files(path: Path) -> list[str]:
-    """All that is no folder, below one; links are not followed."""
-    found = []
-    for below, folders, files in os.walk(path):
-        links = [name for name in folders if os.path.islink(os.path.join(below, name))]
-        found += [os.path.relpath(os.path.join(below, name), path) for name in [*files, *links]]
-    return sorted(found)
-
-
-def _marks(path: Path) -> dict[str, list[int]]:
-    found = {file: (path / file).lstat() for file in _files(path)}
-    return {file: [s.st_size, s.st_mtime_ns] for file, s in found.items()}
+def _is_runs(name: str) -> bool:
+    return name in (CONFIG, LOG, UNFINISHED, HALF, FINAL) or _CHECKPOINT.fullmatch(name) is not None
 
 
 # ---- what is read of a run -----------------------------------------------------------------------
@@ -305,7 +228,7 @@ def write_yaml(path: Path, settings: Settings) -> None:
 def step_of(name: str) -> int:
     """Of a checkpoint, by its name; -1: it is none."""
     found = _CHECKPOINT.fullmatch(name)
-    return int(found[2]) if found and not found[3] else -1
+    return int(found[1]) if found and not found[2] else -1
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -324,21 +247,10 @@ def is_finished(run: Path) -> bool:
     return FINAL in Owned(run).entries and any((run / FINAL / name).is_file() for name in ("config.json", ADAPTER))
 
 
-def lines(run: Path) -> list[dict[str, Any]]:
-    """Of log.jsonl. What is no line of ours, such as one that a crash cut short, is left out."""
-    texts = (run / LOG).read_bytes().splitlines() if (run / LOG).is_file() else ()
-    return [line for line in map(_line, texts) if line is not None]
-
-
-def _line(text: bytes) -> dict[str, Any] | None:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) and is_count(found.get("step")) else None
-
-
 def forget_after(run: Path, step: int) -> None:
     """Takes from log.jsonl what comes after a checkpoint, as these steps will be made again, and what is no line."""
-    texts = (run / LOG).read_bytes().splitlines() if (run / LOG).is_file() else []
-    replace(run / LOG, b"".join(text + b"\n" for text in texts if (line := _line(text)) and line["step"] <= step))
+    kept = []
+    for text in (run / LOG).read_bytes().splitlines() if (run / LOG).is_file() else ():
+        with contextlib.suppress(ValueError, RecursionError, TypeError, KeyError):       # of what a crash cut short
+            kept += [text + b"\n"] * (json.loads(text)["step"] <= step)
+    replace(run / LOG, b"".join(kept))

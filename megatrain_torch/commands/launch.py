@@ -65,14 +65,10 @@ def complain(why: BaseException, text: str) -> None:
     if joins() and os.getppid() == int(os.environ[LAUNCHER]):    # killed, it leaves the file, and nobody reads it
         with contextlib.suppress(FileNotFoundError):
             fd = os.open(os.environ[TOLD], os.O_WRONLY | os.O_APPEND)
-            os.write(fd, json.dumps([_rank(), text]).encode() + b"\n")
+            os.write(fd, json.dumps([int(os.environ["RANK"]), text]).encode() + b"\n")
             os.close(fd)
             return
     sys.stderr.write(f"megatrain: {text}\n")
-
-
-def _rank() -> int:
-    return int(os.environ["RANK"]) if joins() else 0
 
 
 class Team:
@@ -125,7 +121,7 @@ def team_of(device: str) -> Iterator[Team]:
         return
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    rank, size = _rank(), int(os.environ["WORLD_SIZE"])
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # They meet by a store of the first one's, which outlives who started them: so a last checkpoint is written.
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, rank == 0, MEETING,
                           master_listen_fd=None if rank else int(os.environ[MEET]))

@@ -34,7 +34,7 @@ from transformers.training_args import TrainingArguments
 import megatrain_torch as mt
 from megatrain_torch import MegatrainError
 
-from .data import IGNORED, collate
+from .data import IGNORED, Rows, collate
 from .folder import LOG, UNFINISHED, WHOLE, Owned, checkpoints, sync
 from .launch import Team, hearing
 from .settings import SEQUENCES, Settings, say, unknown
@@ -69,11 +69,9 @@ class Run:
 
 
 class Streamed:
-    """In front of a trainer of transformers or TRL whose model is streamed, with mt.AdamW as its optimizer. trace: of
-    the model, None where another process has the folder."""
+    """In front of a trainer of transformers or TRL whose model is streamed, with mt.AdamW as its optimizer."""
 
     run: Run
-    trace: mt.Trace | None = None
     _logged: tuple[int, float] | None = None         # step, and when; None: before the first of this process
     _saving: mt.Saving | None = None
 
@@ -92,9 +90,9 @@ class Streamed:
         """The signal that asked it to stop; 0: it came to the end."""
         team, stopping = self.run.team, self.run.settings.early_stopping
         requests, tracing = Requests(team), mt.trace(self.model) if team.first else contextlib.nullcontext()
-        with tracing as self.trace, hearing(requests.heard):
+        with tracing as trace, hearing(requests.heard):
             self.remove_callback(PrinterCallback)
-            for callback in [requests, *([Bar(say, self.trace)] if team.first else []),
+            for callback in [requests, *([Bar(say, trace)] if team.first else []),
                              *([EarlyStoppingCallback(stopping)] if stopping else [])]:
                 self.add_callback(callback)
             try:
@@ -104,8 +102,6 @@ class Streamed:
             if skipped := self._optimizer().skipped_steps:
                 say(f"{skipped} steps had gradients that are not finite and changed nothing; a lower --lr than "
                     f"{self.run.settings.lr:g} may do")
-            if not requests.stop:
-                self.write_pages()
         return requests.stop
 
     # ---- log.jsonl ----
@@ -119,9 +115,8 @@ class Streamed:
         super().log(logs, start_time)
         line = self.state.log_history[-1]                # with what the trainer itself adds
         if self.run.team.first and ("loss" in line or "eval_loss" in line):
-            several = {"gpus": self.run.team.size} if self.run.team.size > 1 else {}
             with Path(self.args.output_dir, LOG).open("a") as out:
-                out.write(json.dumps({"step": self.state.global_step} | line | several) + "\n")
+                out.write(json.dumps({"step": self.state.global_step, "gpus": self.run.team.size} | line) + "\n")
 
     def rose(self) -> str:
         """Words for losses that went up instead of down; "": they did not."""
@@ -157,11 +152,10 @@ class Streamed:
         self.run.team.first_does(small)
         with self.run.team.as_one():
             self._save_rng_state(str(beside))
-        self.run.team.first_does(lambda: self.run.owned.begin(name, {path.name: None for path in beside.iterdir()}))
+        self.run.team.first_does(lambda: self.run.owned.begin(name))
         asked = {"lora": self.run.settings.lora, "base": self.run.settings.base}         # what resume compares
         self._saving = mt.save(self.model, self._optimizer(), beside.parent / name, scheduler=self.lr_scheduler,
                                extra=asked, asynchronous=True)
-        self.write_pages()
 
     def finish_saving(self) -> None:
         """Waits for the checkpoint under way, which counts then; older ones may go. Interrupted, it is under way
@@ -181,10 +175,9 @@ class Streamed:
                 path.rename(saving.folder / path.name)
             sync(saving.folder)
             beside.rmdir()
-            self.run.owned.made(saving.folder.name)
             for old in checkpoints(saving.folder.parent)[:-self.args.save_total_limit]:
-                if str(old) != self.state.best_model_checkpoint and (stays := self.run.owned.remove(old.name)):
-                    say(f"{old} is old, but {stays[0]} is not as this run wrote it: that stays")
+                if str(old) != self.state.best_model_checkpoint:
+                    self.run.owned.remove(old.name)
         self._saving = None
 
     def training_step(self, *args: Any, **kw: Any) -> Any:
@@ -211,17 +204,6 @@ class Streamed:
         if self.run.settings.early_stopping and (best := self.state.best_model_checkpoint):
             checkpoint = checkpoint.with_name(Path(best).name)
         mt.load(self.model, self._optimizer(), checkpoint, convert=self.run.convert)
-
-    def write_pages(self) -> None:
-        """What `megatrain report` shows of the last steps."""
-        if self.trace is None:
-            return
-        run = Path(self.args.output_dir)
-        (run / "storage.html").write_text(mt.storage(self.model)._repr_html_())
-        if steps := self.trace.steps(1):
-            (run / "step.html").write_text(steps[-1]._repr_html_())
-            with contextlib.suppress(MegatrainError):        # matplotlib is not needed for training
-                self.trace.picture(run / "timeline.svg")
 
 
 class OfRows(Streamed):
@@ -327,10 +309,9 @@ def rewards(settings: Settings) -> Callable[..., Any] | str:
     path, _, name = settings.reward.rpartition(":")
     if not path.endswith(".py"):
         return settings.reward
-    if not Path(path).is_file():
-        raise MegatrainError(f"reward={settings.reward}: there is no file {path}")
-    if not callable(found := runpy.run_path(path).get(name)):
-        raise MegatrainError(f"reward={settings.reward}: {path} has no function {name}")
+    found = runpy.run_path(path).get(name) if Path(path).is_file() else None
+    if not callable(found):
+        raise MegatrainError(f"reward={settings.reward}: there is no file {path} with a function {name}")
     return found
 
 
@@ -386,7 +367,8 @@ def trainer_of(run: Run, model: Any, tokenizer: Any, train: Any, held: Any, how:
         if hasattr(words := model.config.get_text_config(), "output_router_logits"):
             words.output_router_logits = False           # a mixture's loss is that of its words
         more = {"data_collator": collate(settings.device == "cuda" and not train.alone), "train_dataset": train,
-                "eval_dataset": held.first(HELD_OUT_ROWS) if len(held) else None}
+                "eval_dataset": Rows(*(part[:HELD_OUT_ROWS] for part in (held.ids, held.learned, held.begins)))
+                if len(held) else None}
     else:
         more = {"train_dataset": as_dataset("train", train), "eval_dataset": as_dataset("held", held)}
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -471,13 +453,13 @@ class Bar(TrainerCallback):
 
     def __init__(self, say: Callable[[str], None], trace: mt.Trace) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, TimeRemainingColumn
 
         self._say, self._trace, self._task, self._begun = say, trace, None, monotonic()
         self._told = -math.inf                       # when a line with the loss was written
         console = Console()                          # while it is drawn, rich writes other lines above it
-        self._bar = Progress(TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=12),
-                             TextColumn("{task.fields[within]}{task.description}"), TimeRemainingColumn(),
+        self._bar = Progress("step {task.completed}/{task.total}", BarColumn(bar_width=12),
+                             "{task.fields[within]}{task.description}", TimeRemainingColumn(),
                              console=console, disable=not console.is_terminal, refresh_per_second=1)
 
     def __str__(self) -> str:

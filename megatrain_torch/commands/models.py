@@ -4,7 +4,6 @@ folders that they are written to.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import importlib
 import json
@@ -26,7 +25,7 @@ from megatrain_torch import MegatrainError
 
 from . import folder
 from .folder import ADAPTER
-from .settings import ALL, Lora, Settings, near, need, read_table
+from .settings import ALL, Lora, Settings, near, need, read_table, unknown
 
 # What a tokenizer's files begin with, one of them at least.
 TOKENIZER_FILES = ("tokenizer", "tekken", "vocab", "merges", "spiece", "sentencepiece", "spm", "source.spm")
@@ -44,11 +43,11 @@ class Source:
     dtype: str = "auto"
 
 
-def source_of(name: str, step: Path | None = None) -> Source:
-    """Of a run its model, or its last checkpoint before there is one, or that of `step`; anything else as it is."""
+def source_of(name: str) -> Source:
+    """Of a run its model, or its last checkpoint before there is one; anything else as it is."""
     run = Path(name)
     if settings := folder.run_of(name):
-        at = step or (run / folder.FINAL if folder.is_finished(run) else folder.last_checkpoint(run))
+        at = run / folder.FINAL if folder.is_finished(run) else folder.last_checkpoint(run)
         if settings.lora is None:
             return Source(str(at), str(at))
         return Source(beneath(settings), str(at), at, settings.base, settings.dtype)
@@ -106,9 +105,8 @@ def load(source: Source, dtype: str) -> Any:
 
 
 def load_model(name: str, dtype: str, has_values: bool = True, base: str = "none", scores: bool = False) -> Any:
-    """On the CPU. has_values: else on the meta device, where transformers can: another process has them. base: how its
-    linear weights are kept; "whole": in 16 bits, where files have codes of them too. scores: one that gives a text a
-    number, in the place of the next token."""
+    """On the CPU; without has_values on the meta device: another process has them. base: how linear weights are kept,
+    "whole": in 16 bits, where files have codes too. scores: it gives a text a number, and no next token."""
     tf = transformers()
     if base == "int8":                               # it says of each product that operands become fp16 first
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
@@ -251,9 +249,7 @@ def lora_config(model: nn.Module, words: str) -> Any:
     for target in lora.targets:
         if target not in modules and target not in parameters:
             ends = sorted({name.rpartition(".")[2] for name in (*linear, *experts)})
-            near = difflib.get_close_matches(target, ends, 1)
-            raise MegatrainError(f"lora: targets={target}: the model has no linear layer of that name"
-                                 + (f"; did you mean {near[0]}?" if near else f"; it has {', '.join(ends)}"))
+            raise MegatrainError(f"lora: targets={target}: of the model's linear layers {unknown(target, ends, 0.6)}")
     for said in [f"dropout={lora.dropout:g}"] * bool(lora.dropout) + ["dora=true"] * lora.dora:
         if parameters:
             raise MegatrainError(f"lora: {said}: PEFT has none for experts' parameters; leave it out")

@@ -80,10 +80,8 @@ def _whole(path: Path) -> Iterator[Record | MegatrainError]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as why:
-        needed = "JSON is UTF-8" if is_json else (
-            f"a text file, or one of {', '.join(RECORD_KINDS)}, is needed; a text of another encoding: "
-            f"iconv -f LATIN1 -t UTF-8 {path}")
-        raise MegatrainError(f"{path}: byte {why.start} is not UTF-8: {needed}") from None
+        raise MegatrainError(f"{path}: byte {why.start} is not UTF-8, as texts and JSON are; if it has another "
+                             f"encoding: iconv -f LATIN1 -t UTF-8 {path}") from None
     first = text.lstrip().split("\n", 1)[0]
     as_lines = first[:1] == "{" and isinstance(_record(first, ""), dict) and (not is_json or "\n" in text.strip())
     if not is_json:
@@ -200,19 +198,12 @@ def _told(record: Record, asked: list[str], beside: list[str], answers: dict[str
             raise MegatrainError(f"{where}: {name} is {kind_of(value)}: a text is needed")
     system, words, about = ("\n\n".join(record[name] for name in names if record.get(name))
                             for names in (SYSTEM, asked, beside))
-    turns = record.get("history") or []                  # before: pairs of what was asked and answered, oldest first
-    if not isinstance(turns, list) or not all(isinstance(turn, (list, tuple)) and len(turn) == 2 and all(
-            isinstance(part, str) for part in turn) for turn in turns):
-        raise MegatrainError(f"{where}: history must be a list of pairs: what was asked, and what was answered")
+    if record.get("history"):
+        raise MegatrainError(f"{where} has a history, which would not be learned: write all turns as messages")
     if chat:
-        said = [("system", system)] * bool(system)
-        said += [pair for turn in turns for pair in zip(("user", "assistant"), turn)]
-        said.append(("user", "\n\n".join(filter(None, (words, about)))))
+        said = [*[("system", system)] * bool(system), ("user", "\n\n".join(filter(None, (words, about))))]
         return record | {"prompt": [{"role": role, "content": text} for role, text in said]} | {
             name: [{"role": "assistant", "content": record[own]}] for name, own in answers.items()}
-    if turns:
-        raise MegatrainError(f"{where} has a history, and the model's tokenizer has no chat template: take an "
-                             "instruction-tuned model's tokenizer")
     head, space = f"{system}\n\n" if system else "", ""
     if asked[0] == "question":
         prompt, space = f"{about}\n\n" * bool(about) + f"Question: {words}\nAnswer:", " "

@@ -6,13 +6,13 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib.util
 import json
 import math
 import os
 import re
 import shlex
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,9 +47,7 @@ class Stopped(Exception):
     """A run was asked to stop by the signal of this number, and has written a checkpoint."""
 
 
-def say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+say = functools.partial(print, flush=True)
 
 
 def need(what: str, *packages: str) -> None:
@@ -155,8 +153,6 @@ class Lora:
             given = dict(zip(words[::2], map(str.strip, words[1::2])))
             if first:
                 raise MegatrainError(f"lora={value!r}: words such as {AS} are needed")
-            if twice := [name for name in given if words[::2].count(name) > 1]:
-                raise MegatrainError(f"lora={value!r}: {twice[0]} is said twice")
         known = {f.name: f for f in dataclasses.fields(Lora)}
         for name in given:
             if name not in known:

@@ -82,7 +82,7 @@ def resume(args: argparse.Namespace) -> int:
 
     def check() -> Path:
         """The checkpoint to go on from: whole, with nothing in the run's way, and asked for as it was written."""
-        if folder.is_finished(run) and not owned.changed(folder.FINAL):
+        if folder.is_finished(run):
             raise MegatrainError(f"{run} is finished: its model is {run / folder.FINAL}; megatrain "
                                  f"train {run} DATA --out OTHER trains that on")
         checkpoint = folder.last_checkpoint(run)
@@ -97,8 +97,8 @@ def resume(args: argparse.Namespace) -> int:
                    else f"there is none before it; megatrain train --out {run} --overwrite begins again")
             raise MegatrainError(f"{why}; {way}") from None
         step = folder.step_of(checkpoint.name)
-        ahead = [name for name in owned.strangers() if name.split("/")[0] == folder.FINAL
-                 or (name not in owned.entries and step < folder.step_of(name) <= settings.steps)]
+        ahead = [name for name in owned.strangers() if step < folder.step_of(name) <= settings.steps]
+        ahead += [folder.FINAL] * os.path.lexists(run / folder.FINAL)
         if ahead:
             raise MegatrainError(f"{run / ahead[0]}: this run did not make it, or not as it is now: move it away")
         then = found.extra if isinstance(found.extra, dict) else {}
@@ -223,7 +223,7 @@ def _prepared(settings: Settings, team: Team, owned: Owned, checkpoint: Path | N
     try:
         team.first_does(lambda: models.writable(out))
         with in_flags(*PLANNED, gpus=settings.gpus):
-            settings, how, page = _planned(model, settings, team)
+            settings, how = _planned(model, settings, team)
             begin = _first_line(model, settings, train, held)
             run = loop.Run(settings, team, owned, convert, scratch)
             trainer = loop.trainer_of(run, model, tokenizer, train, held, how, reward)
@@ -236,8 +236,6 @@ def _prepared(settings: Settings, team: Team, owned: Owned, checkpoint: Path | N
                 out.rmdir()
         raise
     if team.first:
-        if page:
-            (out / "plan.html").write_text(page)
         folder.write_yaml(out / folder.CONFIG, settings)
     say(begin)
     return trainer
@@ -247,18 +245,17 @@ def _finish(trainer: Any, seconds: float) -> None:
     """Writes the model, or the adapter, and says what may be done with it."""
     settings, owned = trainer.run.settings, trainer.run.owned
     half, final = owned.run / folder.HALF, owned.run / folder.FINAL
-    owned.begin(folder.HALF, folder.SCRATCH)
+    owned.begin(folder.HALF)
     shutil.rmtree(half, ignore_errors=True)
     half.mkdir()
     models.save(trainer.model, trainer.processing_class, half, owned.run)
-    owned.begin(folder.FINAL, {})
-    owned.made(folder.FINAL, folder.HALF)                # before it has its name: what has it is whole, and the run's
+    owned.begin(folder.FINAL)
     half.rename(final)
     rose, chat = trainer.rose(), " --chat" if owned.data.get("chat") else ""
     end = "done" if not rose else f"{rose}: the run diverged, and a lower --lr than {settings.lr:g} may not; over"
     say(f"{end} in {seconds:.0f} s; the {'model' if settings.lora is None else 'adapter'} is {final}")
-    tried = "" if settings.method == "reward" else f"try it: megatrain generate {owned.run}{chat} --prompt '...'     "
-    say(f"{tried}look: megatrain report {owned.run}")
+    if settings.method != "reward":
+        say(f"try it: megatrain generate {owned.run}{chat} --prompt '...'")
     if settings.push_to_hub is None:
         return
     import huggingface_hub
@@ -271,12 +268,12 @@ def _finish(trainer: Any, seconds: float) -> None:
     say(f"{final} is on the hub: {found}")
 
 
-def _planned(model: Any, settings: Settings, team: Team) -> tuple[Settings, dict[str, Any], str]:
-    """(with micro-batches, how to stream, the plan's page): on CUDA by the plan of least time for this machine."""
+def _planned(model: Any, settings: Settings, team: Team) -> tuple[Settings, dict[str, Any]]:
+    """(with micro-batches, how to stream): on CUDA by the plan of least time for this machine."""
     if settings.device == "cpu":
         return settings.with_(micro=settings.micro or 1), {
             "device": "cpu", "plan": {"states": settings.states}, "host": settings.host, "nvme": settings.nvme,
-            "products": settings.products}, ""
+            "products": settings.products}
     from .loop import classes
 
     trainer = None if settings.method == "sft" else classes(settings.method)[0]
@@ -285,7 +282,7 @@ def _planned(model: Any, settings: Settings, team: Team) -> tuple[Settings, dict
         **{name: getattr(settings, name) for name in ("seq", "vram", "host", "micro", "states", "products", "nvme",
                                                       "gpus")}))
     say(str(plan).split("\n\n")[0])
-    return settings.with_(micro=plan.micro), {"device": "cuda", "plan": plan}, plan._repr_html_()
+    return settings.with_(micro=plan.micro), {"device": "cuda", "plan": plan}
 
 
 def _check_disk(model: Any, settings: Settings, there: int) -> None:

@@ -1,13 +1,9 @@
-"""megatrain plan, eval, generate, export, report and doctor."""
+"""megatrain plan, eval, generate, export and doctor."""
 from __future__ import annotations
 
 import argparse
-import base64
 import contextlib
 import dataclasses
-import functools
-import html
-import io
 import json
 import math
 import shutil
@@ -44,19 +40,12 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=generate)
 
     parser = commands.add_parser("export", help="a run's model as a folder in Hugging Face format")
-    parser.add_argument("run_folder", type=Path, metavar="RUN")
+    parser.add_argument("model", metavar="RUN", help="its model at the end, or its last checkpoint; RUN/checkpoint-N: "
+                        "that one")
     parser.add_argument("to", type=Path, metavar="FOLDER", help="to make")
-    parser.add_argument("--step", type=int, metavar="N", help="of a checkpoint; default: the model at the end, or the "
-                        "last one")
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="default: as it was trained")
     parser.add_argument("--merged", action="store_true", help="of a run with adapters: the model that it began with, "
                         "its weights of 16 or 32 bits read anew, with the adapters in them")
     parser.set_defaults(run=export)
-
-    parser = commands.add_parser("report", help="a page about a run: curves, time line, memory")
-    parser.add_argument("run_folder", type=Path, metavar="RUN")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in the run's folder")
-    parser.set_defaults(run=report)
 
     parser = commands.add_parser("doctor", help="measure what this machine can do, and keep it for plans")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda if there is one")
@@ -141,30 +130,25 @@ def generate(args: argparse.Namespace) -> None:
 
 
 def export(args: argparse.Namespace) -> None:
-    settings = folder.settings_of(args.run_folder)
     if args.to.exists():
         raise MegatrainError(f"{args.to} is there already; name a folder that is not")
     models.writable(args.to.parent, "to")
-    found = {folder.step_of(p.name): p for p in folder.checkpoints(args.run_folder)}
-    if args.step is not None and args.step not in found:
-        raise MegatrainError(f"step {args.step} has no checkpoint; there are {', '.join(map(str, found)) or 'none'}")
-    source, whole = models.source_of(str(args.run_folder), found.get(args.step)), settings.lora is None
-    if whole and args.merged:
-        raise MegatrainError(f"merged: {args.run_folder} has no adapters (lora), its weights themselves were trained; "
-                             "leave --merged out")
-    if args.dtype is not None and not (whole or args.merged):
-        raise MegatrainError(f"dtype={args.dtype}: of a whole model; adapters stay as they are: omit it, or --merged")
+    source = models.source_of(args.model)
+    if (whole := source.adapter is None) and args.merged:
+        raise MegatrainError(f"merged: {args.model} has no adapters (lora), its weights themselves were trained; leave "
+                             "--merged out")
     models.check_packages(not whole, "none")
-    tokenizer, dtype = models.load_tokenizer(source.words), args.dtype or settings.dtype
+    tokenizer = models.load_tokenizer(source.words)
     end = f"{source.adapter or source.model} is in {args.to}"
     with models.appearing(args.to) as half:
         if whole:
-            models.save(models.load_model(source.model, dtype), tokenizer, half, args.to.parent)
+            models.save(models.load_model(source.model, source.dtype), tokenizer, half, args.to.parent)
         elif args.merged:
             kept = f"; it was trained over {source.base} codes of them, so it computes a little otherwise there"
+            model = models.over(models.load_model(source.model, source.dtype, base="whole"), source.adapter)
+            dtype = str(model.dtype).removeprefix("torch.")
             say(f"{source.adapter} goes into the weights of {source.model} in {dtype}, read anew"
                 f"{kept if source.base != 'none' else ''}")
-            model = models.over(models.load_model(source.model, dtype, base="whole"), source.adapter)
             models.save(model.merge_and_unload(), tokenizer, half, args.to.parent)
         else:
             for path in source.adapter.glob("adapter_*"):
@@ -172,71 +156,6 @@ def export(args: argparse.Namespace) -> None:
             tokenizer.save_pretrained(half)
             end = f"the adapter of {end}; it goes over {source.model}; --merged makes one model of both"
     say(end)
-
-
-# ---- report: one HTML file that needs nothing else -----------------------------------------------
-
-LARGEST = 1e100                                      # of a number in a curve
-CURVES = {"loss": ("loss", "eval_loss"), "norm of the gradients": ("grad_norm",),
-          "learning rate": ("learning_rate",), "tokens a second": ("tokens_per_second",)}
-STYLE = "body{font:14px sans-serif;margin:2em;max-width:1000px}svg,img{max-width:100%;height:auto}h2{margin-top:1.5em}"
-# Whoever wrote the pages and pictures of a run's folder: nothing in them runs, or loads anything.
-HEAD = ("<!doctype html><meta charset='utf-8'><meta http-equiv='Content-Security-Policy' content=\"default-src 'none'; "
-        "img-src data:; style-src 'unsafe-inline'\"><title>megatrain</title>")
-
-
-def report(args: argparse.Namespace) -> None:
-    out = args.out or args.run_folder / "report.html"
-    text = page(args.run_folder)
-    if out.exists() and not out.read_bytes().startswith(HEAD.encode()):
-        raise MegatrainError(f"out={out} is there, and is no report of megatrain: it stays; name another")
-    out.write_text(text)
-    say(f"{out}")
-
-
-def page(run_folder: Path) -> str:
-    settings, lines = folder.settings_of(run_folder), folder.lines(run_folder)
-    if not lines:
-        raise MegatrainError(f"{run_folder} has logged no step yet; come back when one is made")
-    # What else may stand in a log than finite numbers is no point of a curve.
-    found = {name: points for names in CURVES.values() for name in names if (points := [
-        (line["step"], line[name]) for line in lines
-        if type(line.get(name)) in (int, float) and abs(line[name]) < LARGEST])}
-    words = f"Step {lines[-1]['step']} of {settings.steps}" + "".join(
-        f"; {name} {found[name][0][1]:.4g} at first, {found[name][-1][1]:.4g} at last"
-        for name in CURVES["loss"] if name in found)
-    parts = [f"<h1>{html.escape(run_folder.resolve().name)}</h1><p>{words}.</p>{_curves(found)}"]
-    for title, name in (("The last step, and what bound it", "step.html"), ("The last steps", "timeline.svg"),
-                        ("Memory, tier by tier", "storage.html"), ("The plan", "plan.html")):
-        if (path := run_folder / name).is_file():
-            # A page gets a frame in which scripts do not run; the head holds in it too.
-            shown = _picture(path.read_bytes(), "") if path.suffix == ".svg" else (
-                f"<iframe sandbox style='width:100%;height:32em;border:0' "
-                f"srcdoc='{html.escape(path.read_text(errors='replace'))}'></iframe>")
-            parts.append(f"<h2>{title}</h2>{shown}")
-    said = html.escape((run_folder / folder.CONFIG).read_text())
-    return f"{HEAD}<style>{STYLE}</style>{''.join(parts)}<h2>Settings</h2><pre>{said}</pre>"
-
-
-def _picture(svg: bytes, text: str) -> str:
-    return f"<img alt='{html.escape(text)}' src='data:image/svg+xml;base64,{base64.b64encode(svg).decode()}'>"
-
-
-def _curves(found: dict[str, list[tuple[int, float]]]) -> str:
-    """One picture; its text says what is drawn."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return "<p>pip install matplotlib draws curves here.</p>"
-    figure, told = Figure(figsize=(10, 5.6), layout="constrained"), []
-    for i, (title, names) in enumerate(CURVES.items(), 1):
-        axes = figure.add_subplot(2, 2, i, title=title, xlabel="step")
-        if drawn := [axes.plot(*zip(*found[name]), ".-", label=name) for name in names if name in found]:
-            axes.legend()
-            told.append(f"{title}: {', '.join(line.get_label() for [line] in drawn)}")
-    svg = io.BytesIO()
-    figure.savefig(svg, format="svg")
-    return _picture(svg.getvalue(), "; ".join(told))
 
 
 @in_flags("device", "out", "disk", "gpus")
@@ -260,15 +179,10 @@ def doctor(args: argparse.Namespace) -> None:
 
 # ---- plan ----------------------------------------------------------------------------------------
 
+NOT_PLANS = ("help", "list_machines", "json", "run", "verb", "names")
 TOKENS, SEQ = 65536, 4096           # of a step, of a sequence, as `megatrain train` has them on CUDA
-WAYS = 2                            # that are told
-NO_GPU = """\
-there is no GPU here to plan for. Say what to plan for:
-    --machine h100-80g                 a card; `megatrain plan --list-machines` has them all
-    --machine rtx4090 --host 128GiB    a card, in a host with so much memory
-    --vram 24GiB --host 64GiB          some card with so much memory, at the rates of a slow one
-    --machine FILE                     what `megatrain doctor --out FILE` wrote on the machine itself
-    --machine cpu                      this machine's CPU device, for trying things"""
+NO_GPU = ("there is no GPU here to plan for. Name a card, --machine h100-80g (--list-machines has all), a file that "
+          "`megatrain doctor` wrote, or --machine cpu; or sizes alone, --vram 24GiB --host 64GiB")
 
 
 def _add_plan(commands: Any) -> None:
@@ -292,17 +206,14 @@ def _add_plan(commands: Any) -> None:
     add("--homes", choices=mt.choices("homes"), help="of all units; default: each where it is best")
     add("--activations", choices=modes, metavar="MODE",
         help=f"of all layers: {', '.join(modes)}; default: what is best")
-    add("--gpus", metavar="N", help="of a machine, each with so many tokens a step; 1,2,4,8: a table. Default: 1")
-    add("--machines", metavar="N", help="with so many GPUs each, and a host like this one's; 1,2,4: a table")
+    add("--gpus", type=int, metavar="N", help="of a machine, each with so many tokens a step; default: 1")
+    add("--machines", type=int, metavar="N", help="with so many GPUs each, and a host like this one's")
     add("--layers", type=int, metavar="N", help="instead of the config's own number")
-    add("--json", action="store_true", help="the plan, or why there is none and what would fit, as JSON, in bytes")
+    add("--json", action="store_true", help="the plan, or why there is none, as JSON, in bytes")
     add("--compute", choices=["auto", "fused", "eager"], help="fused layers, or the model's own code; default: fused "
         "where it fits")
     add_flags(parser, ("states", "lora", "base", "products"))
     parser.set_defaults(run=plan, names=[a.dest for a in parser._actions if a.dest not in ("model", *NOT_PLANS)])
-
-
-NOT_PLANS = ("help", "list_machines", "json", "run", "verb", "names")
 
 
 def plan(args: argparse.Namespace) -> int:
@@ -322,13 +233,8 @@ def plan(args: argparse.Namespace) -> int:
         if (found := getattr(why, "refusal", None)) is None:
             raise MegatrainError(shell.told(why)) from None
         if as_json:
-            sys.stdout.write(_json({
-                "fits": False, "why": _why(why), "vram": found.vram, "host": found.host,
-                "vram_bytes": sum(found.vram.values()), "host_bytes": sum(found.host.values()), "changes": found.alone,
-                "ways": [{"changes": way.changes, "tokens_per_second": way.tokens_per_second,
-                          "command": shell(way.changes, line=True)} for way in found.ways[:WAYS]],
-                "machine": {f"{name}_bytes": need for name, (need, _) in found.machine.items()}}))
-        sys.stderr.write(f"megatrain: {_why(why) if as_json else found.text(shell)}\n")
+            sys.stdout.write(_json({"fits": False, "why": found.why.splitlines()[0], "changes": found.alone}))
+        sys.stderr.write(f"megatrain: {found.text(shell)}\n")
         return 1
 
 
@@ -355,84 +261,17 @@ def _plan(given: dict[str, Any], as_json: bool) -> int:
         model = models.empty(config, layers=given.get("layers"))
         asked |= {"base": None if base == "none" else base, "adapter": models.lora_config(model, words)}
 
-    @functools.cache
-    def planned(machines: int, gpus: int) -> mt.Plan | MegatrainError:
-        try:
-            return mt.plan(config, **asked | {"gpus": gpus, "machines": machines})
-        except MegatrainError as why:
-            if not hasattr(why, "refusal"):
-                raise
-            return why
-
-    gpus, machines = (_counts(given.get(name), name) for name in ("gpus", "machines"))
-    several = len(gpus) * len(machines) > 1
-    plans = {(m, g): planned(m, g) for m in machines for g in gpus}
-    found = plans[machines[0], gpus[0]]
-    if not several and isinstance(found, MegatrainError):
-        raise found                                      # with all that would help
-    one = planned(1, 1)
-    one = one if isinstance(one, mt.Plan) else None
-    if several:
-        sys.stdout.write(_table(plans, one) if not as_json else _json(
-            [_planned(p, one) if isinstance(p, mt.Plan) else {"fits": False, "why": _why(p), "gpus": g, "machines": m}
-             for (m, g), p in plans.items()]))
-        return int(not any(isinstance(p, mt.Plan) for p in plans.values()))
-    share = "" if found.gpus * found.machines == 1 else "one GPU by itself does not fit\n" if one is None else (
-        f"{_share(found, one):.0%} of {found.gpus * found.machines} times one GPU by itself, "
-        f"{one.tokens_per_second:,.0f} tokens/s\n")
-    sys.stdout.write(_json(_planned(found, one)) if as_json else f"{found}\n{share}")
+    p = mt.plan(config, **asked)
+    if as_json:
+        found = {f.name: getattr(p, f.name) for f in dataclasses.fields(p)}
+        found |= {"fits": True, "machine": p.machine.to_dict(), "nvme": p.nvme and dataclasses.asdict(p.nvme)}
+        follows = ("tokens_per_second", "vram_bytes", "host_bytes", "disk_bytes", "disk_written", "bound")
+        sys.stdout.write(_json(found | {name: getattr(p, name) for name in follows}))
+    else:
+        sys.stdout.write(f"{p}\n")
     return 0
-
-
-def _counts(text: str | None, name: str) -> list[int]:
-    try:
-        found = list(dict.fromkeys(int(part) for part in (text or "1").split(",")))
-    except ValueError:
-        found = [0]
-    if min(found) < 1:
-        raise MegatrainError(f"{name}={text!r}: a number such as 8, or several such as 1,2,4,8")
-    return found
-
-
-def _table(plans: dict[tuple[int, int], mt.Plan | MegatrainError], one: mt.Plan | None) -> str:
-    """Of (machines, GPUs of each); one: of one GPU, None: it does not fit."""
-    rows = [("machines", "GPUs of each", "tokens/s", "s a step", "of one GPU's", "GPU memory", "a host's memory",
-             "bound by", "compute waits for")]
-    for (m, g), p in plans.items():
-        if isinstance(p, MegatrainError):
-            rows.append((str(m), str(g), "does not fit", *[""] * 6))
-            continue
-        waits, s = max(p.idle.items(), key=lambda item: item[1], default=("", 0.0))
-        rows.append((str(m), str(g), f"{p.tokens_per_second:,.0f}", f"{p.seconds:.4g}",
-                     f"{_share(p, one):.0%}" if one else "", mt.show_bytes(p.vram_bytes), mt.show_bytes(p.host_bytes),
-                     p.bound, f"{waits}, {s / p.seconds:.0%}" if s >= 0.005 * p.seconds else ""))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["  ".join(c.rjust(n) if i == 1 else c.ljust(n) for i, (c, n) in enumerate(zip(row, widths))).rstrip()
-             for row in rows]
-    for p in [p for p in plans.values() if isinstance(p, mt.Plan)][:1]:
-        lines += [f"{p.model}, {p.tokens:,} tokens a step of each GPU in sequences of {p.seq:,}",
-                  f"{p.machine.name}: rates {p.machine.source}"]
-    return "\n".join([*lines, *dict.fromkeys(_why(p) for p in plans.values() if isinstance(p, MegatrainError))]) + "\n"
-
-
-def _why(refused: Any) -> str:
-    return refused.refusal.why.splitlines()[0]
-
-
-def _share(p: mt.Plan, one: mt.Plan) -> float:
-    """Of the speed of as many GPUs, each of which trains by itself on a machine of its own."""
-    return p.tokens_per_second / (p.gpus * p.machines * one.tokens_per_second)
 
 
 def _json(value: Any) -> str:
     """With null for what is no number of JSON."""
     return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), indent=1) + "\n"
-
-
-def _planned(p: mt.Plan, one: mt.Plan | None) -> dict[str, Any]:
-    """All fields of a Plan, and what follows from them; of several GPUs the share of as many plans like `one`."""
-    found = {f.name: getattr(p, f.name) for f in dataclasses.fields(p)}
-    found |= {"machine": p.machine.to_dict(), "nvme": p.nvme and dataclasses.asdict(p.nvme)}
-    follows = ("tokens_per_second", "vram_bytes", "host_bytes", "disk_bytes", "disk_written", "bound")
-    of_one = {} if p.gpus * p.machines == 1 else {"share_of_one_gpu": one and _share(p, one)}
-    return {"fits": True} | found | {name: getattr(p, name) for name in follows} | of_one
