@@ -441,8 +441,8 @@ TEST(delays_change_no_bits)
 
 TEST(overlap_off_changes_no_bits)
 {
-    CHECK(equals_host(&(config){ .seed = 3, .micros = 2, .max_us = 20, .max_norm = 0.5, .settled = ALL,
-                                 .debug = { .sync = 1 } }));
+    CHECK(equals_host(&(config){ .seed = 3, .micros = 2, .max_us = 20, .max_norm = 0.5,
+                                 .settled = ALL, .debug = { .sync = 1 } }));
 }
 
 static config passing(uint64_t seed, unsigned skip)
