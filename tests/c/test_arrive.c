@@ -1,5 +1,5 @@
 /* test_arrive.c — guests, of core/resident.h: what a stay takes, what it copies, and that
- * each edge matters. That training with guests gives the same bits is test_resident.c's.
+ * each edge matters. That training with guests gives the same bits is test_peers.c's.
  */
 #include "dev_fault.h"
 #include "toy.h"
@@ -166,11 +166,13 @@ TEST(every_state_of_what_is_trained_is_in_one_part)
     const mt_part *parts;
     hotel    h;
     mt_dev  *dev;
+    void    *at;
     int      n;
 
     REQUIRE_OK(mt_dev_cpu_open(&dev));
     REQUIRE_OK(hotel_open(&h, dev, mixed, PARAMS));
-    CHECK_EQ(parts_of(&h, &parts, &n), MT_ESTATE);
+    CHECK_FAILS(parts_of(&h, &parts, &n), MT_ESTATE, "lifted before its update");
+    CHECK_FAILS(mt_resident_at(h.r, 0, 0, MT_PLANE_M, &at), MT_ESTATE, "around its updates");
     CHECK_OK(lift(&h));
     CHECK_OK(parts_of(&h, &parts, &n));
     CHECK_EQ(n, h.n);

@@ -1,6 +1,6 @@
 /* test_mirror.c — the executable form of core/mirror.h: which state follows which event, who
  * loads what and when, and whose memory is given back. The home here is an array; those that there
- * are, and the bits of training with them, are test_resident.c's and test_disk.c's.
+ * are, and the bits of training with them, are test_engine.c's and test_peers.c's.
  */
 #include "opened.h"
 #include "../../csrc/core/mirror.h"

@@ -1,11 +1,10 @@
-/* test_resident.c — the executable form of core/resident.h and through.c: a unit that
- * lives on the device, with its states there or coming for the update, or goes through it to be
- * updated, has the bits of one that does neither, in every plane, with the real kernels and
- * whatever the user does in between.
+/* test_resident.c — the executable form of core/resident.h: a unit that lives on the device has
+ * the bits of one that does not, in every plane, with the real kernels. Guests, units that go
+ * through, and what the user writes meanwhile: test_peers.c, of one rank and of several.
  *
  * A run is UNITS units of all types trained by AdamW on random gradients; what a step reads of the
  * weights is noted by compute in the run queue. Two runs that differ in which units are settled,
- * are guests and go through, and in delays, must have noted and left behind the same.
+ * and in delays, must have noted and left behind the same.
  */
 #include "numbers.h"
 #include "opened.h"
@@ -38,10 +37,8 @@ static float random_float(uint64_t *state)
 
 typedef struct config {
     uint64_t seed;
-    unsigned settled, through;   /* bit u: unit u is, or goes */
-    unsigned guests;             /* of the settled units */
+    unsigned settled;            /* bit u: unit u is */
     int      micros, max_us;
-    int      meddle;             /* 1: the user reads and writes planes between the steps */
     int      in_backward;        /* 1: each unit is updated behind its hand-over; micros are 1. 2:
                                   * and that update is in its queue before the next hand-over */
     int      passing;            /* 1: and its gradients are kept nowhere */
@@ -50,8 +47,6 @@ typedef struct config {
                                   * device */
     int      take;               /* 1: settled units' weights move at once; else they are copied by
                                   * the first await */
-    int      moves;              /* 1: units are settled and unsettled, at random, between
-                                  * micro-batches */
     double   max_norm;           /* 0: units are judged one by one */
     mt_debug debug;
 } config;
@@ -76,15 +71,9 @@ typedef struct model {
     mt_stream    *s;
     mt_offload   *o;
     mt_updater   *u;
-    mt_through   *t;
-    void         *pieces[UNITS][PARAMS * 2];      /* a guest's; run scribbles into them when a stay
-                                                   * is over */
-    int           n_pieces[UNITS], stays[UNITS];
     mt_slot_desc  slots[2 + UNITS];
     void         *source[MICROS][UNITS][PARAMS];  /* device memory for gradients, a step's */
-    unsigned char changed[UNITS][PARAMS];         /* .grad, on the host, since it came home */
-    uint64_t      random;                         /* the user's */
-    uint64_t      moving;
+    uint64_t      random;                         /* of first weights */
     outcome      *out;
 } model;
 
@@ -136,107 +125,6 @@ static void open_slots(model *m)
         CHECK_OK(mt_store_set_passing(m->store, u));
 }
 
-static void open_guests(model *m)
-{
-    for (int u = 0; u < UNITS; u++)
-        if (m->c->guests >> u & 1) {
-            size_t *bytes;
-
-            CHECK_OK(mt_arrive_invite(m->r, u));
-            REQUIRE_OK(mt_arrive_sizes(m->r, u, MT_ARRIVE_LEAST, &bytes, &m->n_pieces[u]));
-            REQUIRE(m->n_pieces[u] >= PARAMS && m->n_pieces[u] <= PARAMS * 2);
-            for (int i = 0; i < m->n_pieces[u]; i++)
-                REQUIRE_OK(m->dev->ops->mem_alloc(m->dev, bytes[i], &m->pieces[u][i]));
-            free(bytes);
-        }
-}
-
-static void close_guests(model *m)
-{
-    for (int u = 0; u < UNITS; u++)
-        for (int i = 0; i < m->n_pieces[u]; i++)
-            m->dev->ops->mem_free(m->dev, m->pieces[u][i]);
-}
-
-static void lift(model *m, int u)
-{
-    int taken;
-
-    if (!mt_arrive_invited(m->r, u))
-        return;
-    CHECK_OK(mt_arrive_lift(m->r, u, MT_ARRIVE_LEAST, m->pieces[u], m->n_pieces[u], m->run,
-                            &taken));
-    CHECK_EQ(taken, !m->stays[u]);
-    m->stays[u] = 1;
-}
-
-static void scribble(void *mem)
-{
-    memset(mem, 0xFF, 512);
-}
-
-/* The memory's next owner is compute in run. */
-static void leave(model *m, int wait)
-{
-    for (int u = 0; u < UNITS; u++) {
-        int left;
-
-        if (!m->stays[u])
-            continue;
-        CHECK_OK(mt_arrive_leave(m->r, u, wait, &left));
-        CHECK(left || !wait);
-        m->stays[u] = !left;
-        for (int i = 0; i < m->n_pieces[u] && left; i++)
-            CHECK_OK(m->dev->ops->call(m->run, scribble, m->pieces[u][i]));
-    }
-}
-
-/* Nothing of the unit is under way. */
-static void go(model *m, int u)
-{
-    if (mt_arrive_invited(m->r, u))
-        CHECK_OK(mt_arrive_dismiss(m->r, u));
-    CHECK_OK(mt_resident_unsettle(m->r, u, 1));
-    CHECK(mt_resident_mem(m->r, u) == NULL);
-    memset(m->slots[2 + u].mem, 0xFF, m->slots[2 + u].bytes);        /* it is the caller's again */
-    if (m->c->through >> u & 1)
-        CHECK_OK(mt_store_move(m->store, u, &mt_home_through, m->t));
-}
-
-static void come(model *m, int u)
-{
-    if (m->c->guests >> u & 1)
-        CHECK_OK(mt_arrive_invite(m->r, u));
-    CHECK_OK(mt_home_vram.take(m->r, u, m->run));
-}
-
-/* A third of the times some units go and others come, with all that they have. */
-static void move_units(model *m)
-{
-    unsigned before = 0, next = (unsigned)toy_random(&m->moving) & ALL;
-
-    if (!m->c->moves || toy_random(&m->moving) % 3 != 0)
-        return;
-    CHECK_OK(m->dev->ops->sync(m->run));
-    CHECK_OK(mt_offload_drain(m->o));
-    CHECK_OK(mt_update_drain(m->u));
-    leave(m, 1);
-    CHECK_OK(m->dev->ops->sync(m->run));
-    mt_stream_close(m->s);
-    for (int u = 0; u < UNITS; u++)
-        before |= (unsigned)(mt_store_home(m->store, u, NULL)->device != 0) << u;
-    for (int u = 0; u < UNITS; u++) {
-        if (before >> u & 1 & ~(next >> u))
-            go(m, u);
-        if (next >> u & 1 & ~(before >> u))
-            CHECK_OK(mt_store_move(m->store, u, &mt_home_ram, NULL));
-    }
-    open_stream(m, next);
-    for (int u = 0; u < UNITS; u++)
-        if (next >> u & 1 & ~(before >> u))
-            come(m, u);
-}
-
 static void model_open(model *m, const config *c, outcome *out)
 {
     mt_offload_kernels k = { mt_sumsq_put, mt_accumulate, mt_accumulate_put, NULL,
@@ -247,7 +135,6 @@ static void model_open(model *m, const config *c, outcome *out)
     m->c = c;
     m->out = out;
     m->random = c->seed;
-    m->moving = c->seed + 1;
     REQUIRE_OK(mt_dev_cpu_open(&m->dev));
     if (c->max_us > 0)
         REQUIRE_OK(mt_dev_delay_open(m->dev, c->seed, c->max_us, &m->dev));
@@ -262,13 +149,7 @@ static void model_open(model *m, const config *c, outcome *out)
     REQUIRE_OK(mt_resident_open(&m->cx, &m->r));
     REQUIRE_OK(mt_offload_open(&m->cx, 2, k, &m->o));
     REQUIRE_OK(mt_update_open(&m->cx, m->o, &m->u));
-    REQUIRE_OK(mt_through_open(&m->cx, 2 + (int)(c->seed % 2),
-                            MT_THROUGH_LEAST + 512 * (c->seed % 5), &m->t));
-    for (int u = 0; u < UNITS; u++)
-        if (c->through >> u & 1 & ~(c->settled >> u))
-            CHECK_OK(mt_store_move(m->store, u, &mt_home_through, m->t));
     open_slots(m);
-    open_guests(m);
     debug_set(&m->cx, c->debug);
     for (int k3 = 0; k3 < MICROS * UNITS * PARAMS; k3++)
         REQUIRE((m->source[k3 / (UNITS * PARAMS)][k3 / PARAMS % UNITS][k3 % PARAMS]
@@ -278,13 +159,11 @@ static void model_open(model *m, const config *c, outcome *out)
 static void model_close(model *m)
 {
     mt_update_close(m->u);
-    mt_through_close(m->t);
     mt_offload_close(m->o);
     mt_stream_close(m->s);
     mt_resident_close(m->r);
     mt_sumsq_close(m->sums);
     m->dev->ops->queue_close(m->run);
-    close_guests(m);
     for (int k = 0; k < 2 + UNITS; k++)
         m->dev->ops->mem_free(m->dev, m->slots[k].mem);
     for (int k = 0; k < MICROS * UNITS * PARAMS; k++)
@@ -356,10 +235,8 @@ static void window(model *m, int step, int micro, int u)
                      .seed = m->c->seed + (uint64_t)(((step * MICROS + micro) * UNITS + u) *
                                                      PARAMS + p),
                      .infinite = step % 7 == 5 && u == 1 && p == 1 && micro == 0 };
-        items[p] = (mt_grad_item){ p, w->grad, micro > 0 ? MT_GRAD_ADD : MT_GRAD_SET,
-                                   m->changed[u][p] };
+        items[p] = (mt_grad_item){ p, w->grad, micro > 0 ? MT_GRAD_ADD : MT_GRAD_SET, 0 };
         REQUIRE_OK(m->dev->ops->call(m->run, do_work, w));
-        m->changed[u][p] = 0;
     }
     CHECK_OK(mt_offload_put(m->o, u, items, PARAMS, m->run, &ticket));
 }
@@ -368,7 +245,7 @@ static void window(model *m, int step, int micro, int u)
 
 typedef struct adam {
     model *m;
-    int    unit, step, settled, guest;
+    int    unit, step, settled;
     int    acc[PARAMS];
 } adam;
 
@@ -376,8 +253,7 @@ static void *plane_of(const adam *a, int p, mt_plane plane)
 {
     void *at = NULL;
 
-    if (mt_plane_bytes(plane, types[a->unit], MT_STATES_FP32, 1) == 0 ||
-        (a->guest && MT_STATE_PLANES >> plane & 1))
+    if (mt_plane_bytes(plane, types[a->unit], MT_STATES_FP32, 1) == 0)
         return NULL;
     if (a->settled)
         REQUIRE_OK(mt_resident_at(a->m->r, a->unit, p, plane, &at));
@@ -413,63 +289,15 @@ static void nap_of_an_update(void *arg)
     sleep_ms(3);
 }
 
-/* Of parts of parameters: planes where they are given, else where the unit has them. */
-static int tensors_of_parts(adam *a, const mt_part *parts, int n, mt_adam_tensor *t)
-{
-    mt_adam_tensor all[PARAMS];
-
-    tensors(a, all);
-    for (int i = 0; i < n; i++) {
-        const mt_part *p = &parts[i];
-        size_t         from = (size_t)p->from;
-        void *const   *at = p->at;
-
-        t[i] = all[p->param];
-        t[i].n = p->n;
-        t[i].lo = at[MT_PLANE_LO];
-        t[i].master = at[MT_PLANE_MASTER];
-        t[i].m = at[MT_PLANE_M];
-        t[i].v = at[MT_PLANE_V];
-        t[i].hi = at[MT_PLANE_HI] != NULL ? at[MT_PLANE_HI]
-                : (char *)t[i].hi + from * mt_dtype_bytes(t[i].dtype);
-        t[i].grad = at[MT_PLANE_GRAD] != NULL ? at[MT_PLANE_GRAD]
-                  : at[MT_PLANE_ACC] != NULL ? at[MT_PLANE_ACC]
-                  : (const char *)t[i].grad + from * mt_dtype_bytes(t[i].grad_dtype);
-    }
-    return n;
-}
-
 static mt_status adam_put(void *arg, mt_queue *q, float clip)
 {
-    adam          *a = arg;
-    const mt_part *parts;
-    mt_adam_tensor t[PARAMS * 2];
-    int            n, guest;
+    const adam    *a = arg;
+    mt_adam_tensor t[PARAMS];
 
-    if ((guest = mt_arrive_invited(a->m->r, a->unit)))
-        TRY(mt_arrive_parts(a->m->r, a->unit, &parts, &n));
     if (a->m->c->slow)
         TRY(q->dev->ops->call(q, nap_of_an_update, NULL));
-    if (guest)
-        return mt_adam_put(q, t, tensors_of_parts(a, parts, n, t), clip);
     tensors(a, t);
     return mt_adam_put(q, t, PARAMS, clip);
-}
-
-static mt_status adam_gradient(void *arg, int param, const void **at, mt_plane *plane)
-{
-    const adam *a = arg;
-
-    *plane = a->acc[param] ? MT_PLANE_ACC : MT_PLANE_GRAD;
-    *at = plane_of(a, param, *plane);
-    return MT_OK;
-}
-
-static mt_status adam_compute(void *arg, mt_queue *q, const mt_part *parts, int n, float clip)
-{
-    mt_adam_tensor t[64];
-
-    return mt_adam_put(q, t, tensors_of_parts(arg, parts, n, t), clip);
 }
 
 static const int all_params[PARAMS] = { 0, 1, 2 };
@@ -485,14 +313,11 @@ static uint64_t submit_some(model *m, int step, int first, int n)
 
         REQUIRE(a != NULL);
         *a = (adam){ .m = m, .unit = u, .step = step,
-                     .settled = mt_store_home(m->store, u, NULL)->device != 0,
-                     .guest = mt_arrive_invited(m->r, u) };
-        lift(m, u);
+                     .settled = mt_store_home(m->store, u, NULL)->device != 0 };
         for (int p = 0; p < PARAMS; p++)
             a->acc[p] = mt_offload_has(m->o, u, p, MT_GRAD_SUMMED);
         jobs[u - first] = (mt_update_job){ .unit = u, .n_params = PARAMS, .params = all_params,
-                                   .run = adam_run, .put = adam_put, .gradient = adam_gradient,
-                                   .compute = adam_compute, .free = free, .arg = a };
+                                   .run = adam_run, .put = adam_put, .free = free, .arg = a };
     }
     CHECK_OK(mt_update_submit(m->u, jobs, n, m->c->max_norm, m->run, &ticket));
     return ticket;
@@ -513,77 +338,9 @@ static void note_norm(model *m, int step, uint64_t ticket)
     m->out->skipped[step] += skipped;
 }
 
-/* ---- the user --------------------------------------------------------------------------- */
-
 static void *host(model *m, int u, int p, mt_plane plane)
 {
     return store_at(m->store, u, p, plane);
-}
-
-/* As the guard of a parameter does it, and the optimizer at the next step. A host unit's fetch that
- * is still in line would copy half a write, and be fetched again: right,
- * but a race to ThreadSanitizer. */
-static void write_weight(model *m, int u, int p)
-{
-    unsigned low = 1u << MT_PLANE_LO | 1u << MT_PLANE_MASTER, guest = m->c->guests >> u & 1;
-    void    *hi = host(m, u, p, MT_PLANE_HI);
-
-    for (int k = 0; k < 2 + UNITS; k++)
-        CHECK_OK(mt_stream_await(m->s, k, m->run));
-    CHECK_OK(mt_ledger_wait_updates(m->store, u));
-    CHECK_OK(mt_mirror_bring(m->store, u, 1u << MT_PLANE_HI | (guest ? low : 0)));
-    CHECK_OK(mt_ledger_wait_fetch(m->store, u));
-    for (int64_t i = 0; i < numel(u, p); i++)
-        set(hi, types[u], i, 1.25f * get(hi, types[u], i) + 0.01f);
-    mt_ledger_touch(m->store, u);
-    if (types[u] == MT_BF16)
-        memset(host(m, u, p, MT_PLANE_LO), 0, (size_t)numel(u, p) * 2);
-    for (int64_t i = 0; i < numel(u, p) && types[u] == MT_F16; i++)
-        ((float *)host(m, u, p, MT_PLANE_MASTER))[i] = get(hi, MT_F16, i);
-    CHECK_OK(mt_mirror_push(m->store, u, p, low));
-}
-
-static void write_moment(model *m, int u, int p)
-{
-    float *moment = host(m, u, p, MT_PLANE_M);
-
-    CHECK_OK(mt_ledger_wait_updates(m->store, u));
-    CHECK_OK(mt_mirror_bring(m->store, u, 1u << MT_PLANE_M));
-    for (int64_t i = 0; i < numel(u, p); i++)
-        moment[i] = 0.5f * moment[i] + 0.001f;
-    CHECK_OK(mt_mirror_push(m->store, u, p, 1u << MT_PLANE_M));
-}
-
-/* Between micro-batches: what is there is scaled, and counts as it is now. */
-static void write_grad(model *m, int u, int p)
-{
-    void *grad = host(m, u, p, MT_PLANE_GRAD);
-
-    CHECK_OK(mt_ledger_wait_grads(m->store, u));
-    CHECK_OK(mt_mirror_bring(m->store, u, 1u << MT_PLANE_GRAD));
-    for (int64_t i = 0; i < numel(u, p); i++)
-        set(grad, types[u], i, 0.75f * get(grad, types[u], i));
-    m->changed[u][p] = 1;
-}
-
-static void meddle(model *m, int more)
-{
-    for (int k = 0; k < 3 && m->c->meddle; k++) {
-        int u = (int)(toy_random(&m->random) % UNITS), p = (int)(toy_random(&m->random) % PARAMS);
-
-        switch (toy_random(&m->random) % 6) {
-        case 0: write_weight(m, u, p); break;
-        case 1: write_moment(m, u, p); break;
-        case 2: if (more) write_grad(m, u, p); break;
-        case 3: CHECK_OK(mt_mirror_bring(m->store, u, ~0u)); break;
-        case 4: CHECK_OK(mt_mirror_bring(m->store, u, 1u << MT_PLANE_HI)); break;
-        case 5:
-            if (m->c->take && (mt_store_home(m->store, u, NULL)->device != 0))
-                CHECK_OK(mt_home_vram.take(m->r, u, m->run));
-            break;
-        default: break;
-        }
-    }
 }
 
 /* ---- a run ------------------------------------------------------------------------------ */
@@ -614,7 +371,6 @@ static void train(const config *c, outcome *out)
     model_open(&m, c, out);
     for (int step = 0; step < STEPS; step++) {
         for (int micro = 0; micro < c->micros; micro++) {
-            move_units(&m);
             CHECK_OK(mt_stream_begin(m.s));
             for (int u = 0; u < UNITS; u++) {
                 window(&m, step, micro, u);
@@ -622,19 +378,13 @@ static void train(const config *c, outcome *out)
                     ticket[u] = submit_some(&m, step, u, 1);
                 if (c->in_backward == 2)
                     CHECK_OK(mt_ledger_wait_updates(m.store, u));
-                if ((step + u) % 3 != 0 && micro + 1 == c->micros)
-                    lift(&m, (u + 1) % UNITS);          /* else by submit */
-                else if (micro == 0)
-                    leave(&m, (step + u) % 5 == 0);
             }
-            meddle(&m, micro + 1 < c->micros);
         }
         if (!c->in_backward)
             ticket[0] = submit(&m, step);
         for (int u = 0; u < UNITS; u++)
             mt_offload_forget(m.o, u);
         CHECK_OK(mt_stream_kick(m.s, m.run));
-        meddle(&m, 0);
         for (int u = 0; u < (c->in_backward ? UNITS : 1); u++)
             note_norm(&m, step, ticket[u]);
     }
@@ -653,9 +403,8 @@ static int equals_host(const config *c)
     static outcome want, got;
     config         plain = *c;
 
-    plain.settled = plain.through = plain.guests = 0;
-    plain.passing = plain.moves = 0;
-    plain.max_us = 0;
+    plain.settled = 0;
+    plain.passing = plain.max_us = 0;
     plain.debug = (mt_debug){ 0 };
     train(&plain, &want);
     train(c, &got);
@@ -682,48 +431,18 @@ TEST(settled_units_have_the_bits_of_host_units)
     check_all_norms((config){ .settled = 10, .in_place = 1 });
 }
 
-TEST(units_that_go_through_have_the_bits_of_host_units)
+TEST(delays_change_no_bits)
 {
-    check_all_norms((config){ .through = ALL });
-    check_all_norms((config){ .through = 5, .settled = 2 });
-}
-
-TEST(guests_have_the_bits_of_host_units)
-{
-    check_all_norms((config){ .settled = ALL, .guests = ALL });
-    check_all_norms((config){ .settled = 11, .guests = 9, .in_place = 1 });
-}
-
-TEST(units_that_move_have_the_bits_of_units_that_stay)
-{
-    for (uint64_t seed = 0; seed < 24; seed += UNDER_TSAN ? 7 : 1)
-        CHECK(equals_host(&(config){ .seed = seed, .micros = 1 + (int)(seed % 3),
-                                     .max_norm = seed % 4 ? 0.5 : 0, .moves = 1,
-                                     .settled = (unsigned)seed % ALL, .take = 1,
-                                     .guests = seed % 3 == 1 ? (unsigned)seed % ALL & 3 : 0,
-                                     .through = seed % 5 == 2 ? 6 : 0, .meddle = seed % 2 == 0,
-                                     .max_us = seed % 6 == 5 ? 30 : 0 }));
-}
-
-/* Settled, through, and as guests. Some seeds have no user, whose waits put threads in order. */
-TEST(delays_and_a_user_change_no_bits)
-{
-    static const unsigned settled[3][2] = { { 9, ALL }, { 4, 0 }, { 13, ALL } };
-
-    for (int kind = 0; kind < 3; kind++)
-        for (unsigned seed = 0; seed < 16; seed += UNDER_TSAN ? 5 : 1)
-            CHECK(equals_host(&(config){
-                .seed = seed, .micros = 1 + (int)(seed % 3), .max_us = seed % 2 ? 30 : 0,
-                .meddle = seed % 4 != 1, .max_norm = seed % 3 ? 0.5 : 0, .take = seed % 8 != 0,
-                .settled = settled[kind][seed % 4 != 0], .in_place = kind == 0 && seed % 4 == 0,
-                .guests = kind < 2 ? 0 : seed % 4 ? ALL : 9,
-                .through = kind == 0 ? 0 : kind == 2 ? 2 : seed % 3 ? ALL : 11,
-                .debug = { .sync = kind > 0 && seed % 5 == 4 } }));
+    for (unsigned seed = 0; seed < 16; seed += UNDER_TSAN ? 5 : 1)
+        CHECK(equals_host(&(config){
+            .seed = seed, .micros = 1 + (int)(seed % 3), .max_us = seed % 2 ? 30 : 0,
+            .max_norm = seed % 3 ? 0.5 : 0, .take = seed % 8 != 0,
+            .settled = seed % 4 ? ALL : 9, .in_place = seed % 4 == 0 }));
 }
 
 TEST(overlap_off_changes_no_bits)
 {
-    CHECK(equals_host(&(config){ .seed = 3, .micros = 2, .max_us = 20, .meddle = 1, .max_norm = 0.5,
+    CHECK(equals_host(&(config){ .seed = 3, .micros = 2, .max_us = 20, .max_norm = 0.5,
                                  .settled = ALL, .debug = { .sync = 1 } }));
 }
 
@@ -731,8 +450,7 @@ static config passing(uint64_t seed, unsigned skip)
 {
     return (config){ .seed = seed, .micros = 1, .max_us = seed % 3 ? 40 : 0, .take = 1,
                      .passing = 1, .in_backward = 1 + (int)(seed % 2),
-                     .settled = seed % 4 == 1 ? 13 : ALL, .guests = seed % 4 == 2 ? 5 : 0,
-                     .debug = { .skip = skip } };
+                     .settled = seed % 4 == 1 ? 13 : ALL, .debug = { .skip = skip } };
 }
 
 TEST(gradients_of_settled_units_that_pass_change_no_bits)
@@ -740,7 +458,6 @@ TEST(gradients_of_settled_units_that_pass_change_no_bits)
     for (uint64_t seed = 0; seed < 12; seed += UNDER_TSAN ? 3 : 1) {
         config c = passing(seed, 0);
 
-        c.meddle = seed % 2 ? 1 : 0;
         c.slow = seed == 3;
         c.debug.sync = seed == 9;
         CHECK(equals_host(&c));
@@ -1053,30 +770,6 @@ TEST(bringing_touches_no_other_parameter)
     CHECK(g1[0] == 7);
 }
 
-/* Up and down once in a step; the device has no other memory of theirs. */
-TEST(of_guests_states_alone_cross)
-{
-    size_t states = 0, weights = 0;         /* these once */
-
-    MODEL(m, .seed = 1, .settled = ALL, .guests = ALL, .micros = 1, .max_norm = 1);
-    for (int step = 0; step < 5; step++) {
-        step_once(&m, step);
-        leave(&m, 1);
-    }
-    for (int u = 0; u < UNITS; u++)
-        weights += mt_store_hi_bytes(m.store, u);
-    for (int u = 0; u < UNITS; u++)
-        for (int p = 0; p < PARAMS; p++)
-            for (int k = 0; k < PLANES; k++)
-                if (MT_STATE_PLANES >> planes[k] & 1)
-                    states += (size_t)numel(u, p) * mt_plane_bytes(planes[k], types[u],
-                                                                   MT_STATES_FP32, 1);
-    CHECK_EQ(mt_resident_stats_get(m.r).h2d_bytes, 5 * states + weights);
-    CHECK_EQ(mt_resident_stats_get(m.r).d2h_bytes, 5 * states);
-    CHECK(mt_store_bytes(m.store, MT_PLANE_M) > 0);
-    CHECK_EQ(mt_store_bytes(m.store, MT_PLANE_GRAD), 0);
-}
-
 /* ---- refusals --------------------------------------------------------------------------- */
 
 TEST(weights_written_over_an_older_copy_are_refused)
@@ -1116,27 +809,6 @@ TEST(settling_refuses_what_is_in_use)
     CHECK_OK(mt_mirror_bring(m.store, 1, ~0u));                 /* a host unit: nothing to do */
     CHECK_OK(mt_mirror_push(m.store, 1, 0, ~0u));
     mt_resident_close(NULL);
-}
-
-TEST(a_guest_that_was_not_lifted_is_not_updated)
-{
-    mt_update_job job;
-    uint64_t      ticket;
-    void         *at;
-    adam         *a = calloc(1, sizeof *a);
-
-    REQUIRE(a != NULL);
-    MODEL(m, .seed = 1, .settled = 3, .guests = 1, .micros = 1, .max_norm = 1);
-    CHECK_FAILS(mt_resident_at(m.r, 0, 0, MT_PLANE_M, &at), MT_ESTATE, "around its updates");
-    CHECK_OK(mt_resident_at(m.r, 1, 0, MT_PLANE_M, &at));
-    CHECK_FAILS(mt_arrive_invite(m.r, 2), MT_EINVAL, "is not settled");
-    CHECK_OK(mt_stream_begin(m.s));
-    window(&m, 0, 0, 0);
-    *a = (adam){ .m = &m, .settled = 1, .guest = 1 };
-    job = (mt_update_job){ .n_params = PARAMS, .params = all_params, .put = adam_put, .free = free,
-                           .arg = a };
-    CHECK_OK(mt_update_submit(m.u, &job, 1, 1.0, m.run, &ticket));
-    CHECK_FAILS(mt_update_drain(m.u), MT_ESTATE, "lifted before its update");
 }
 
 /* Slots that are a unit's for good are no part of the ring. */
