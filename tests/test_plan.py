@@ -396,6 +396,17 @@ def test_the_search_finds_the_least_time_of_all_choices(vram: int, fused: bool, 
     assert p.best()[1].seconds == min(tried)
 
 
+def test_activations_in_a_file_stay_within_their_room() -> None:
+    """With a byte less the step has two micro-batches, which keep half."""
+    def found(room: int) -> tuple[int, int]:
+        p = problem(SMALL, 4 * GIB, seq=2048, nvme=room, homes="ram", activations="selective+disk")
+        choice = p.best()[0]
+        return choice.micro, sum(p.disk_bytes(choice.homes, choice.micro, choice.modes).values())
+
+    micro, need = found(500 * GIB)
+    assert (micro, found(need), found(need - 1)[0]) == (1, (1, need), 2)
+
+
 def test_states_that_arrive_are_chosen_where_memory_is_short() -> None:
     """They take what the first update takes out of the forward, for a third of the memory of a unit at home."""
     asked = dict(tokens=65536, seq=4096, micro=1, machine="h200-128g,host=400GiB", activations="saved", slots=3)
