@@ -249,6 +249,32 @@ def test_hooks_without_renew_are_refused(engine: Engine) -> None:
     engine.open_slots(slots.pairs(), slots)  # the refusal left nothing behind
 
 
+@pytest.mark.parametrize(("rank", "ranks"), [(2, 2), (-1, 2), (0, 0), (0, 1 << 20)])
+def test_a_rank_that_cannot_be_is_refused(rank: int, ranks: int) -> None:
+    with pytest.raises(MegatrainError, match=f"rank {rank} of {ranks}"):
+        Engine("cpu", rank=rank, ranks=ranks)
+    with pytest.raises(MegatrainError, match="shares nothing has neither ranks"):
+        Engine("cpu", rank=1, ranks=2)
+
+
+def test_a_share_that_is_none_and_what_no_rank_may_do_in_one_is_refused(tmp_path: Path) -> None:
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    with pytest.raises(MegatrainError, match="is of another file"):
+        Engine("cpu", share=fd, ranks=2)
+    os.close(fd)
+    fd = _core.share()
+    first = Engine("cpu", share=fd, rank=1, ranks=2)
+    for rank, ranks, says in ((1, 2, "rank 1 is process"), (0, 3, "others 2")):
+        with pytest.raises(MegatrainError, match=says):
+            Engine("cpu", share=fd, rank=rank, ranks=ranks)
+    os.close(fd)
+    first.add_unit("empty", [F32], [0], [True])
+    assert first.portions(0) == (0, 0, 0) and first.owned(0, 0) == (0, 0)
+    with pytest.raises(MegatrainError, match="PLANES has"):
+        first.spread(0, 0, 1 << 20)
+    first.close()
+
+
 # ---- life and memory ----
 
 def test_close_is_idempotent_and_later_calls_say_so(engine: Engine) -> None:

@@ -1,5 +1,5 @@
-"""On CUDA: the scripts of this folder, waits that are left out, units at home in each place, engines that own portions,
-recurrent layers, and what `megatrain doctor` measures between GPUs."""
+"""On CUDA: the scripts of this folder, waits that are left out, units at home in each place, recurrent layers, and what
+`megatrain doctor` measures between GPUs."""
 from __future__ import annotations
 
 import copy
@@ -14,7 +14,6 @@ import edges
 import pytest
 import torch
 from edges import Scenario
-from owners import HOMES, assert_bits_of_one, change_gradients, gathered, train
 from parity import EDGES
 from torch import Tensor, nn
 
@@ -193,22 +192,6 @@ def test_where_units_live_and_are_updated_changes_no_bit(micros: int) -> None:
     for home in ("device", "through"):
         other = train_units(home, micros)
         assert not [name for name, value in host.items() if not torch.equal(value, other[name])], home
-
-
-@pytest.mark.parametrize("states", _core.STATES)
-@pytest.mark.parametrize("home", HOMES)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_owners_together_have_the_bits_of_one(tmp_path: Path, ranks: int, home: str, states: str) -> None:
-    """On one GPU, as tests/test_owners.py: whole gradients, micro-batches and what the user changed; clipped."""
-    with gathered(tmp_path) as make:
-        whole, owners = make(ranks, home=home, states=states, device="cuda")
-        for step, micros in enumerate((1, 2, 3)):
-            train(whole, owners, step, micros)
-            if step == 1:
-                change_gradients([whole, *owners])
-            tickets = [party.step(0.5, changed=step == 1) for party in (whole, *owners)]
-            assert len({p.engine.norm(ticket) for p, ticket in zip((whole, *owners), tickets)}) == 1
-            assert_bits_of_one(whole, owners)
 
 
 class Reader(nn.Module):
