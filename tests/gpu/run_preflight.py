@@ -1,13 +1,11 @@
 """At the edge of each kind of memory a model trains or is refused before it is allocated; none is killed. No pytest.
 
-    python tests/gpu/run_preflight.py [--device cuda] [--only NAME ...] [--real] [--cgroup FOLDER]
+    python tests/gpu/run_preflight.py [--device cuda] [--only NAME ...]
 
 Each configuration runs in a process of its own, with as many bytes as it needs or one less (limits of the kernel:
 some more or less). It trains two steps, or raises the refusal; one JSON line each. Exit status 1 when one did neither, or
 not what it should have. Some run at the same time: their limits are told, or the process's own, and they need a thousandth
-of a machine. --real: with as much of this machine's own memory as there is, and a little more. --cgroup: a memory cgroup
-that we may make groups in, e.g. of `systemd-run --user --scope -p Delegate=yes`. These run alone, since what the others
-took would be missing, and the kernel might end them.
+of a machine.
 """
 from __future__ import annotations
 
@@ -34,7 +32,6 @@ import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 import megatrain_torch as mt  # noqa: E402
-from megatrain_torch.base import limits  # noqa: E402
 from megatrain_torch.base.limits import Bound, HostLimits, host_limits, show_size, with_margin  # noqa: E402
 from megatrain_torch.model import stream as wrap  # noqa: E402
 from megatrain_torch.plans import room as room_module  # noqa: E402
@@ -69,24 +66,21 @@ class Stack(nn.Module):
 
 class Case(NamedTuple):
     """runs: what should come of it. before: called in the child, with the device, before anything else. early: it is
-    mt.stream that refuses, before it allocates. says: the refusal does. alone: nothing else may run at that time."""
+    mt.stream that refuses, before it allocates. says: the refusal does."""
 
     runs: bool
     asked: dict[str, Any]
     micro: int = 1
     before: Callable[[str], None] | None = None
-    width: int = WIDTH
-    layers: int = LAYERS
     early: bool = False
     says: str = ""
-    alone: bool = False
 
 
 def train(case: Case, device: str) -> None:
     plan = {"homes": "ram"} | case.asked.get("plan", {})    # or the first pass would move states to where there is room
-    model = doors.stream(Stack(case.width, case.layers), device=device, **case.asked | {"plan": plan})
+    model = doors.stream(Stack(WIDTH, LAYERS), device=device, **case.asked | {"plan": plan})
     opt = mt.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
-    x = torch.ones(4, case.width, dtype=torch.bfloat16, device=device)
+    x = torch.ones(4, WIDTH, dtype=torch.bfloat16, device=device)
     for _ in range(2):
         for _ in range(case.micro):
             model(x).float().square().mean().backward()
@@ -143,17 +137,6 @@ def written(limit: int, used: int) -> Callable[[str], None]:
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_text(text)
         room_module.host_limits = lambda: host_limits(root / "proc", root / "sys")
-    return make
-
-
-def in_group(folder: Path, more: int) -> Callable[[str], None]:
-    """A real one, below `folder`: `more` bytes than the process has when it moves there."""
-    def make(_: str) -> None:
-        group = folder / f"preflight-{os.getpid()}"
-        group.mkdir()
-        v2 = (folder / "cgroup.controllers").exists()
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-        (group / ("memory.max" if v2 else "memory.limit_in_bytes")).write_text(str(more))
     return make
 
 
@@ -222,40 +205,6 @@ def on_disk(home: str, limit: int | None = None) -> dict[str, Any]:
     return {"nvme": {"path": tempfile.mkdtemp(prefix="mt-preflight-"), "limit": limit}, "plan": {"homes": home}}
 
 
-def device_bytes() -> int:
-    return torch.cuda.get_device_properties(0).total_memory
-
-
-def aside(fn: Callable[[], int]) -> int:
-    """fn's result, of a process of its own: CUDA that was begun here could not be used in the children."""
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        return pool.apply(fn)
-
-
-def real_cases(device: str) -> dict[str, Case]:
-    """As much of this machine's memory as a step may take, and 6 % more."""
-    width = 8192
-    free = host_limits().tightest().free - 3 * 2**30 * (device == "cuda")       # the driver's, torch's
-    fits = int((free - limits.MARGIN_BYTES) / (1 + limits.MARGIN_SHARE) / (14 * width * width))
-    found = {"real_ram": Case(True, {}, width=width, layers=fits - 1, alone=True),
-             "real_ram+": Case(False, {}, width=width, layers=fits + max(2, fits // 16), alone=True)}
-    if device == "cuda":
-        homes = aside(device_bytes) // (14 * width * width)
-        found["real_vram"] = Case(True, {"plan": {"homes": "vram"}}, width=width, layers=int(homes * 0.9), alone=True)
-        found["real_vram+"] = Case(False, {"plan": {"homes": "vram"}}, width=width, layers=homes + 1, alone=True)
-    return found
-
-
-def cgroup_cases(folder: Path) -> dict[str, Case]:
-    """Of the kernel, which ends who takes more."""
-    width, layers = 2048, 24
-    step = 12 * width * width * layers
-    base = 3 * 2**30                        # Python, torch, a driver
-    sizes = {"width": width, "layers": layers, "alone": True}
-    return {"cgroup": Case(True, {}, before=in_group(folder, base + 2 * with_margin(step)), **sizes),
-            "cgroup,scant": Case(False, {}, before=in_group(folder, step), **sizes)}
-
-
 # ---- running ---------------------------------------------------------------------------------------
 
 def child(case: Case, device: str, pipe: Any) -> None:
@@ -280,11 +229,11 @@ class Running(NamedTuple):
     began: float
 
 
-def run(wanted: list[tuple[str, Case]], most: int, device: str) -> Iterator[tuple[Running, str, str]]:
-    """(which, "ran" | "refused" | "failed" | "killed ...", the message) as they end; at most so many at once."""
+def run(wanted: list[tuple[str, Case]], device: str) -> Iterator[tuple[Running, str, str]]:
+    """(which, "ran" | "refused" | "failed" | "killed ...", the message) as they end."""
     left, under_way = iter(wanted), {}
     while True:
-        for name, case in itertools.islice(left, most - len(under_way)):
+        for name, case in itertools.islice(left, AT_ONCE - len(under_way)):
             pipe, process = begin(case, device)
             under_way[pipe] = Running(name, case, process, time.perf_counter())
         if not under_way:
@@ -317,8 +266,6 @@ def main() -> int:
     ask = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     ask.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
     ask.add_argument("--only", nargs="*")
-    ask.add_argument("--real", action="store_true", help="this machine's own memory too: minutes")
-    ask.add_argument("--cgroup", type=Path, help="folder of a memory cgroup that we may make groups in")
     args = ask.parse_args()
     with tempfile.TemporaryDirectory(prefix="mt-preflight-") as tempfile.tempdir:
         return run_all(args)
@@ -328,15 +275,9 @@ def run_all(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     if args.device == "cpu":
         importlib.import_module("torch._dynamo")         # what the first optimizer imports, once for all children
-    wanted = cases(args.device) | (cgroup_cases(args.cgroup) if args.cgroup else {})
-    if args.real:
-        wanted |= real_cases(args.device)
-    chosen = [(name, case) for name, case in wanted.items() if not args.only or name in args.only]
-    together, alone = ([(name, case) for name, case in chosen if case.alone == apart] for apart in (False, True))
+    chosen = [(name, case) for name, case in cases(args.device).items() if not args.only or name in args.only]
     good = True
-    for one, outcome, why in itertools.chain(run(together, AT_ONCE, args.device), run(alone, 1, args.device)):
-        for group in args.cgroup.glob("preflight-*") if args.cgroup else ():
-            group.rmdir()
+    for one, outcome, why in run(chosen, args.device):
         ok = outcome == ("ran" if one.case.runs else "refused") and one.case.says in why
         good &= ok
         print(json.dumps({"test": "preflight", "case": one.name, "outcome": outcome, "ok": ok, "device": args.device,
