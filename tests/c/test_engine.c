@@ -1038,6 +1038,38 @@ TEST(units_that_go_through_do_not_wait_for_the_hosts)
     the_device_does_not_wait_for_the_host(0, 1u << (UNITS - 1));
 }
 
+static mt_status gradient_fails(void *arg, int param, const void **at, mt_plane *plane)
+{
+    return MT_FAIL(MT_EDEVICE, "no gradient");
+}
+
+TEST(a_failing_job_of_a_unit_that_goes_through_ends_those_behind_it)
+{
+    mt_update_job jobs[2];
+    relay         r = { 0 };
+    uint64_t      ticket;
+
+    ENGINE(e, .seed = 1, .through = 3);
+    put_values(&e, ones);
+    for (int u = 0; u < 2; u++)
+        jobs[u] = (mt_update_job){ .unit = u, .n_params = TOY_PARAMS, .params = all_params,
+                                   .gradient = u == 0 ? gradient_fails : relay_gradient,
+                                   .compute = compute_update, .arg = &r };
+    CHECK_OK(mt_update_submit(e.u, jobs, 2, 1.0, e.t.run, &ticket));
+    CHECK_FAILS(mt_update_drain(e.u), MT_EDEVICE, "no gradient");
+    int later = atomic_load(&r.put);
+    CHECK_EQ(later, 0);
+}
+
+TEST(buffers_that_hold_nothing_are_refused)
+{
+    mt_through *h = NULL;
+
+    ENGINE(e, .seed = 1);
+    CHECK_EQ(mt_through_open(&e.t.cx, 0, 1 << 20, &h), MT_EINVAL);
+    CHECK_FAILS(mt_through_open(&e.t.cx, 2, MT_THROUGH_LEAST - 1, &h), MT_EINVAL, "8191");
+}
+
 TEST(a_unit_off_the_host_needs_a_job_that_can)
 {
     mt_update_job job = { .unit = 0, .run = run_nothing };
