@@ -71,119 +71,7 @@ static mt_walked walked(const toy *t, mt_walk_events *events)
             CHECK_PRINT_("%s is %.9g, expected %.9g", #got, got_, want_);                     \
     } while (0)
 
-/* ---- by hand ---- */
-
-TEST(at_home_a_step_is_its_kernels_and_updates)
-{
-    MADE(t, 3, 1, 2, 1, 0);
-    for (int i = 0; i < 3; i++) {
-        t.updated_on[i] = MT_LANE_DEVICE;
-        t.update_s[i] = 0.25;
-    }
-    mt_walked found = walked(&t, NULL);
-    CHECK_NEAR(found.seconds, 0.75 + 9 + REST);
-    CHECK_NEAR(found.forward_s, 3.75);                  /* the updates come first */
-    CHECK_NEAR(found.busy[MT_LANE_COMPUTE], 9);
-    CHECK_NEAR(found.busy[MT_LANE_DEVICE], 0.75);
-    CHECK_NEAR(found.busy[MT_LANE_H2D], 0);
-}
-
-/* Two slots and three units: the first copy is waited for; unit 2 is copied once F0 is over and no
- * later than F1; unit 0 again beside B1. */
-TEST(copies_hide_behind_longer_windows)
-{
-    MADE(t, 3, 2, 3, 0, 2);
-    mt_walked found = walked(&t, NULL);
-    CHECK_NEAR(found.seconds, 1 + 3 * 2 + 3 * 3 + REST);
-    CHECK_NEAR(found.busy[MT_LANE_H2D], 4);
-    CHECK_NEAR(found.idle[MT_LANE_HOST], 1);        /* the copy began when the update was over */
-}
-
-/* Windows of a quarter of a second: F0 waits for one copy, F1 for the next, and F2, whose slot F0
- * had, for a copy that begins behind the second. B0's begins when B2 is handed over. */
-TEST(copies_that_take_longer_are_waited_for)
-{
-    MADE(t, 3, 0.25, 0.25, 0, 2);
-    mt_walked found = walked(&t, NULL);
-    CHECK_NEAR(found.seconds, 3 + 0.25 + 0.25 + 1 + 0.25 + REST);
-    CHECK_NEAR(found.idle[MT_LANE_HOST], 1);
-    CHECK_NEAR(found.idle[MT_LANE_H2D], found.seconds - REST - 6 * 0.25 - 1);
-}
-
-/* Gradients take 1 s each behind backwards of 0.25 s; the step ends when the last is home. */
-TEST(a_step_ends_when_gradients_are_home)
-{
-    MADE(t, 4, 1, 0.25, 1, 4);
-    mt_walked found = walked(&t, NULL);
-    CHECK_NEAR(found.seconds, 1 + 4 + 0.25 + 4 + REST);
-    CHECK_NEAR(found.busy[MT_LANE_D2H], 4);
-    CHECK_NEAR(found.idle[MT_LANE_D2H], 4 - 3 * 0.25);
-}
-
-/* A unit's copy waits for its update, and its window for the copy. */
-TEST(updates_hold_the_forward_up)
-{
-    MADE(t, 2, 1, 1, 1, 2);
-    t.update_s[0] = 3;
-    t.update_s[1] = 4;
-    t.walk.busy = 1;
-    mt_walked found = walked(&t, NULL);
-    CHECK_NEAR(found.forward_s, 3 + 4 + 1 + 1);
-    CHECK_NEAR(found.seconds, found.forward_s + 2 + 1 + REST);
-    CHECK_NEAR(found.busy[MT_LANE_HOST], 7);
-    CHECK_NEAR(found.idle[MT_LANE_HOST], 3 + 1 + 4 - 1);
-    t.walk.stretch = 1.5;
-    found = walked(&t, NULL);
-    CHECK_NEAR(found.forward_s, (3 + 4) * 1.5 + 1 + 1);
-    CHECK_NEAR(found.busy[MT_LANE_HOST], 10.5);
-}
-
-/* With gradients that are kept nowhere updates follow the first hand-over, and F0's copy the last
- * of them: that copy, four forwards, B3, its gradients, and the updates. */
-TEST(updates_that_follow_gradients_bound_a_step)
-{
-    MADE(t, 4, 1, 1, 1, 4);
-    t.walk.n_lent = 2;
-    t.lent[0] = t.lent[1] = 1;
-    for (int i = 0; i < 4; i++)
-        t.update_s[i] = 5;
-    mt_walked found = walked(&t, NULL);
-    CHECK_NEAR(found.seconds, 1 + 4 + 1 + 1 + 20 + REST);
-    CHECK_NEAR(found.busy[MT_LANE_HOST], 20);
-    t.walk.stretch = 1.1;
-    CHECK_NEAR(walked(&t, NULL).seconds, 1 + 4 + 1 + 1 + 22 + REST);
-}
-
-/* Python takes 2 s to launch what runs in 1. */
-TEST(launching_may_be_what_takes_long)
-{
-    MADE(t, 3, 1, 1, 0, 3);
-    for (int i = 0; i < 3; i++) {
-        t.updated_on[i] = MT_LANE_DEVICE;
-        t.forward_host_s[i] = t.backward_host_s[i] = 2;
-    }
-    mt_walked found = walked(&t, NULL);
-    CHECK_NEAR(found.seconds, 12 + REST);
-    CHECK_NEAR(found.busy[MT_WALK_OWN], 12);
-    CHECK_NEAR(found.idle[MT_WALK_OWN], 6);
-}
-
-/* Bundles of 3 s behind forwards of 1 s; the last is on the device still. */
-TEST(bundles_that_leave_hold_the_next_up)
-{
-    MADE(t, 3, 1, 10, 0, 3);
-    for (int i = 0; i < 3; i++) {
-        t.updated_on[i] = MT_LANE_DEVICE;
-        t.away[i] = 3;
-    }
-    mt_walked found = walked(&t, NULL);
-    CHECK_NEAR(found.busy[MT_LANE_OUT], 9);
-    CHECK_NEAR(found.busy[MT_LANE_BACK], 6);
-    CHECK_NEAR(found.forward_s, 1 + 3 + 3);     /* F2 is over at 5; the bundle of F1 is out at 7 */
-    CHECK_NEAR(found.seconds, 7 + 30 + REST);   /* they come back beside B2 and B1 */
-}
-
-/* ---- several GPUs ---- */
+/* ---- several GPUs, by hand: those of one are in golden plans (tests/test_plan.py) ---- */
 
 static void exchanging(toy *t, int64_t n, double exchange_s, double network_s)
 {
@@ -193,7 +81,7 @@ static void exchanging(toy *t, int64_t n, double exchange_s, double network_s)
     }
 }
 
-/* As a_step_ends_when_gradients_are_home; a copy hides the next exchange. */
+/* Gradients take 1 s each behind backwards of 0.25 s; a copy hides the next exchange. */
 TEST(gradients_go_home_behind_their_exchange)
 {
     MADE(t, 4, 1, 0.25, 1, 4);
