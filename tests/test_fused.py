@@ -12,6 +12,7 @@ from typing import Any
 import fusing
 import parity
 import pytest
+import test_moe
 import torch
 import zoo
 from fusing import KEEPS, all_fused, codes, fused, grads_agree, lm, none_fused, padded, stream
@@ -103,9 +104,10 @@ UNFIT = {
 }
 
 
-@pytest.mark.parametrize("family", ["gemma3", *(pytest.param(f, marks=parity.LONG) for f in ("llama", "qwen3", "gemma2"))])
+@pytest.mark.parametrize("family", ["gemma3", *(pytest.param(f, marks=parity.LONG) for f in (
+    "llama", "qwen3", "gemma2", "mixtral", "qwen2_moe", "gpt_oss", "dots1", "deepseek_v3"))])
 def test_layers_on_the_device_are_not_copied_to_the_host_to_be_fused(family: str) -> None:
-    fusing.stays_on_the_device(FAMILIES[family], "selective")
+    fusing.stays_on_the_device((FAMILIES | test_moe.FAMILIES)[family], "selective")
 
 
 @pytest.mark.parametrize("keep", parity.turns(KEEPS))

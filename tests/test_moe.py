@@ -353,14 +353,6 @@ def test_the_choice_of_the_forward_counts(compute: str, keep: str, way: str) -> 
         assert torch.equal(a, b) if compute == "eager" else fusing.error(a, b) < fusing.TOLERANCE, name
 
 
-@parity.LONG
-@pytest.mark.parametrize("family, keep", [
-    (f, keep) for i, f in enumerate(f for f in FAMILIES if f != "flex_olmo")
-    for j, keep in enumerate(["selective", "replay"]) if parity.FULL or i % 2 == j])
-def test_layers_on_the_device_are_not_copied_to_the_host_to_be_fused(family: str, keep: str) -> None:
-    fusing.stays_on_the_device(FAMILIES[family], keep)
-
-
 def test_a_router_is_what_its_code_says() -> None:
     facts, act, _, shared = fusing.settings_of(FAMILIES["glm4_moe"])[1:5]
     assert facts.sigmoid and facts.normalised and facts.factor == 2.5 and act == shared == 0
@@ -408,16 +400,6 @@ def test_frozen_parts_get_no_gradient_and_the_others_theirs(what: str) -> None:
     fusing.same_as_plain(build, padded, "selective")
 
 
-@pytest.mark.parametrize("keep", parity.turns(KEEPS[1:] + KEEPS[:1]))
-def test_two_slots_slow_queues_and_micro_batches_change_nothing(keep: str) -> None:
-    once = fused(FAMILIES["qwen2_moe"], padded, keep, accumulate=2, steps=2)
-    fusing.agree(fusing.plain(FAMILIES["qwen2_moe"], padded, accumulate=2, steps=2), once)
-    for seed in range(2):
-        again = fused(FAMILIES["qwen2_moe"], padded, keep, dict(delay_us=300, seed=seed), accumulate=2, steps=2)
-        for name, t in once.weights.items():
-            assert torch.equal(t, again.weights[name]), f"{name} depends on when copies run"
-
-
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "flex_olmo"])
 def test_a_second_backward_gives_the_same_again(family: str) -> None:
     fusing.second_backward(FAMILIES[family])
@@ -427,13 +409,6 @@ def test_a_second_backward_gives_the_same_again(family: str) -> None:
                                     "deepseek_v3_otherwise"])
 def test_what_is_kept_takes_the_bytes_that_are_reckoned_with(family: str) -> None:
     fusing.bytes_are_as_reckoned(FAMILIES[family]())
-
-
-def test_evaluation_and_generation_are_the_models_own() -> None:
-    model = stream(FAMILIES["gpt_oss"]())
-    model(**padded(0)).loss.backward()
-    all_fused(codes(model))
-    fusing.generates_as_plain(model)
 
 
 # ---------------------------------------------------------------- wrong templates

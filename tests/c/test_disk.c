@@ -12,7 +12,6 @@ CLOSES(mt_timeline, mt_timeline_close(*x))
 #define UNITS   3
 #define PARAMS  4
 #define BUFFER  MT_DISK_LEAST
-#define UPDATE_BYTES 1000u               /* of any update, for the timeline */
 
 /* In pieces of 64 KiB: parts of several parameters in one, and one parameter in several. */
 static const int64_t numels[UNITS][PARAMS] = {
@@ -172,7 +171,7 @@ static mt_status update_parts(void *arg, mt_pool *pool, const mt_part *parts, in
 static mt_status put(world *w, errand *e)
 {
     mt_update_job j = { .unit = e->unit, .params = e->params, .n_params = e->n,
-                        .bytes = UPDATE_BYTES, .pieces = update_parts, .free = errand_over,
+                        .pieces = update_parts, .free = errand_over,
                         .arg = e };
 
     for (int k = 0; k < e->n && e->fail == 0 && e->unit < UNITS; k++) {
@@ -339,21 +338,6 @@ TEST(what_was_read_ahead_may_be_passed_over)
         }
 }
 
-TEST(copies_take_memory_only_from_a_read_to_the_next_update)
-{
-    WORLD(w, 2, 0);
-    step(&w, 0);
-    size_t weights = mt_store_bytes(w.store, MT_PLANE_COUNT);
-    CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_M), 0);
-    CHECK_OK(mt_mirror_bring(w.store, 0, 1u << MT_PLANE_M | 1u << MT_PLANE_HI));
-    CHECK(mt_store_bytes(w.store, MT_PLANE_M) > 0);
-    CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_V), 0);
-    compare(plane(&w, 0, 3, MT_PLANE_M), w.m[0][3], numels[0][3], "M", 0, 3);
-    step(&w, 0);
-    CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_COUNT), weights);
-    check(&w);
-}
-
 /* The piece that is read first was given to the disk last. */
 TEST(a_reader_waits_for_the_write_of_what_it_reads)
 {
@@ -467,28 +451,6 @@ TEST(a_piece_that_several_pushes_change_is_read_once)
         read_as_far_as_it_goes(&w);
     }
     check(&w);
-}
-
-TEST(parameters_that_come_later_keep_their_states_in_memory)
-{
-    mt_param_desc d[2] = { { MT_F32, 9000, 0 }, { MT_F32, 500, 1 } };
-    static const int both[2] = { 0, 1 };
-
-    WORLD(w, 2, 0);
-    int unit = store_add(w.store, "lora", d, 2);
-    CHECK_OK(mt_disk_add(w.disk, unit, 0));
-    CHECK_OK(mt_disk_add(w.disk, unit, 0));                 /* once is enough */
-    for (int i = 0; i < 3; i++) {
-        if (i == 1)
-            CHECK_OK(mt_store_set_trainable(w.store, unit, 0, 1));
-        CHECK_EQ(run_errand(&w, both + (i == 0), 1 + (i > 0), unit, i + 1), 1 + (i > 0));
-    }
-    /* of steps 2 and 3 */
-    CHECK(plane(&w, unit, 0, MT_PLANE_M)[8999] == 5 + 2 * (float)(8999 % 5));
-    CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_M), 9000 * 4 + (4096 - 9000 * 4 % 4096) % 4096);
-    CHECK_OK(mt_mirror_bring(w.store, unit, MT_STATE_PLANES));
-    CHECK(plane(&w, unit, 0, MT_PLANE_M)[8999] == 5 + 2 * (float)(8999 % 5));
-    CHECK(plane(&w, unit, 1, MT_PLANE_M)[1] == 6 + 3);
 }
 
 /* Whichever transfer fails: it is the ledger's fault, with its name, and nobody waits for ever. */
@@ -629,28 +591,6 @@ TEST(what_was_not_pushed_is_not_read)
     REQUIRE_OK(mt_store_set_trainable(w.store, 2, 0, 1));
     CHECK_OK(mt_mirror_evict(w.store, 2));
     check(&w);
-}
-
-/* Each update has its unit's bytes in the timeline once, whichever of its pieces is wanted. */
-TEST(an_updates_bytes_are_recorded_whatever_it_leaves_out)
-{
-    static const int some[3][2] = { { 0, 1 }, { 2, 1 }, { 0, 3 } };
-    mt_record        r[64];
-    uint64_t         bytes = 0;
-
-    STORE(w, 0, 0);
-    OPENED(mt_timeline, t, mt_timeline_open(w.dev, &t));
-    w.cx.timeline = t;
-    open_disk(&w, 3, 0);
-    CHECK_OK(mt_timeline_on(t, 1));
-    for (int i = 0; i < 3; i++)
-        CHECK_OK(update(&w, 2, some[i], 1 + i / 2, 0));
-    for (int64_t n = mt_timeline_read(t, r, 64); n > 0; n--)
-        bytes += r[n - 1].lane == MT_LANE_DISK_UPDATE ? r[n - 1].bytes : 0;
-    CHECK_EQ(bytes, 3 * UPDATE_BYTES);
-    check(&w);
-    mt_disk_close(w.disk);
-    w.disk = NULL;
 }
 
 TEST(open_refuses_buffers_that_hold_nothing)
@@ -916,25 +856,6 @@ TEST(weights_are_written_from_outside_while_they_are_fetched)
     close_world(&w);
 }
 
-TEST(weights_take_memory_only_from_a_read_to_behind_the_next_update)
-{
-    FED(w, 2, 0, 0);
-    CHECK_OK(mt_mirror_bring(w.store, 2, 1u << MT_PLANE_HI));
-    CHECK(mt_store_bytes(w.store, MT_PLANE_HI) >= mt_store_hi_bytes(w.store, 2));
-    CHECK(mt_store_bytes(w.store, MT_PLANE_HI) < 2 * mt_store_hi_bytes(w.store, 2));
-    compare(plane(&w, 2, 2, MT_PLANE_HI), w.hi[2][2], numels[2][2], "weight", 2, 2);
-    mt_mirror_forget(w.store, 2);           /* they are no older than the file's */
-    CHECK(mt_store_bytes(w.store, MT_PLANE_HI) >= mt_store_hi_bytes(w.store, 2));
-    float old = w.hi[2][2][77];
-    step_and_fetch(&w, 0);
-    CHECK(plane(&w, 2, 2, MT_PLANE_HI)[77] == old);      /* somebody's graph may have them */
-    for (int u = 0; u < UNITS; u++)
-        mt_mirror_forget(w.store, u);
-    CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_HI), 0);
-    CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_COUNT), 0);
-    check(&w);
-}
-
 /* LoRA: large weights that are not trained, small ones between them that are. */
 TEST(what_is_not_trained_is_read_by_fetches_alone)
 {
@@ -979,38 +900,6 @@ TEST(what_is_trained_is_settled_when_weights_go_to_disk)
     CHECK_SAYS("fetches have buffers of");
 }
 
-/* A frozen one's weights alone are in the file; trained later, its states are in memory. */
-TEST(frozen_weights_are_fetched_and_trained_later)
-{
-    mt_param_desc    d[2] = { { MT_F32, 40000, 0 }, { MT_F32, 500, 1 } };
-    static const int both[2] = { 0, 1 };
-
-    FED(w, 2, 0, 0);
-    mt_feed_close(w.cx.feed);
-    int unit = store_add(w.store, "lora", d, 2);
-    CHECK_OK(mt_disk_add(w.disk, unit, 1));
-    REQUIRE_OK(mt_feed_open(w.cx.disk, 0));
-    for (int p = 0; p < 2; p++)
-        for (int64_t i = 0; i < d[p].numel; i++)
-            plane(&w, unit, p, MT_PLANE_HI)[i] = (float)(i % 7);
-    CHECK_OK(mt_mirror_push(w.store, unit, -1, 1u << MT_PLANE_HI));
-    CHECK_OK(mt_mirror_release(w.store, unit));
-    for (int i = 0; i < 2; i++) {
-        if (i == 1)
-            CHECK_OK(mt_store_set_trainable(w.store, unit, 0, 1));
-        (void)run_errand(&w, both + (i == 0), 1 + i, unit, i + 1);
-    }
-    FREED char *slot = slot_of(&w, unit);
-    CHECK_OK(fetch(&w, unit, slot));
-    CHECK_OK(w.dev->ops->sync(w.h2d));
-    /* Step 2 alone: m = 2 + i % 5, v = 2 m. */
-    CHECK(((float *)(void *)slot)[39999] ==
-          (float)(39999 % 7) + 2 * (float)(2 + 39999 % 5) - (float)(39999 % 3));
-    CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_HI), 0);
-    CHECK(mt_store_bytes(w.store, MT_PLANE_M) >= 40000 * 4);
-    CHECK(plane(&w, unit, 0, MT_PLANE_M)[39999] == (float)(2 + 39999 % 5));
-}
-
 TEST(a_fetch_that_fails_is_a_fault_that_names_its_weights)
 {
     world w;
@@ -1028,28 +917,6 @@ TEST(a_fetch_that_fails_is_a_fault_that_names_its_weights)
     REQUIRE_OK(mt_feed_open(w.cx.disk, 0));
     CHECK_FAILS(mt_feed_copy(w.cx.feed, 0, NULL, w.h2d), MT_ESTATE, "unit first");
     close_world(&w);
-}
-
-/* What a save brings and gives back is its own, and not what a graph on the host still reads. */
-TEST(weights_that_were_brought_outlive_a_save)
-{
-    const unsigned hi = 1u << MT_PLANE_HI;
-
-    FED(w, 3, 0, 0);
-    step(&w, 0);
-    CHECK_OK(mt_mirror_bring(w.store, 2, hi));
-    for (int u = 1; u < UNITS; u++) {
-        CHECK_OK(mt_ledger_wait_updates(w.store, u));
-        CHECK_OK(mt_mirror_peek(w.store, u, hi | MT_STATE_PLANES));
-        CHECK_OK(mt_mirror_release(w.store, u));
-    }
-    CHECK(memcmp(plane(&w, 2, 2, MT_PLANE_HI), w.hi[2][2],
-                 (size_t)numels[2][2] * sizeof(float)) == 0);
-    CHECK_EQ(mt_store_reserved(w.store, 2, MT_PLANE_HI), 0);
-    CHECK(mt_store_reserved(w.store, 1, MT_PLANE_HI) > 0);
-    CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_M), 0);
-    CHECK_OK(mt_mirror_evict(w.store, 2));
-    CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_HI), 0);
 }
 
 /* Not pushed yet, or told and not pushed: the update would be one of older weights. */

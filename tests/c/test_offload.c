@@ -138,40 +138,6 @@ TEST(sumsq_counts_from_put_to_forget)
 
 /* ---- micro-batches ---------------------------------------------------------------------- */
 
-/* 256 + 1 + 1: bf16 alone would stay at 256; ACC has 258, and GRAD its rounding. */
-TEST(bf16_micro_batches_add_up_in_fp32)
-{
-    RIG(r, MT_BF16, 0, 0);
-    put_value(&r, MT_BF16, 0, MT_GRAD_SET, 256.0f);
-    put_value(&r, MT_BF16, 0, MT_GRAD_ADD, 1.0f);
-    put_value(&r, MT_BF16, 0, MT_GRAD_ADD, 1.0f);
-    CHECK(grad_is(&r, MT_BF16, 0, 258.0f));
-    CHECK(toy_at(&r.t, 0, 0, MT_PLANE_ACC)[0] == 258.0f);
-    CHECK(sum_is(&r, 0, 258.0f));
-    put_value(&r, MT_BF16, 0, MT_GRAD_SET, 8.0f);   /* the next step: ACC does not count */
-    put_value(&r, MT_BF16, 0, MT_GRAD_ADD, 1.0f);
-    CHECK(grad_is(&r, MT_BF16, 0, 9.0f));
-}
-
-TEST(acc_starts_from_grad_after_reread_and_forget)
-{
-    RIG(r, MT_BF16, 0, 0);
-    put_value(&r, MT_BF16, 0, MT_GRAD_SET, 1.0f);
-    put_value(&r, MT_BF16, 0, MT_GRAD_ADD, 1.0f);
-    uint16_t *grad = (uint16_t *)(void *)toy_at(&r.t, 0, 0, MT_PLANE_GRAD);
-    for (int64_t i = 0; i < toy_numel(0, 0); i++)
-        grad[i] = mt_f32_to_bf16(64.0f);            /* p.grad.mul_(32), say */
-    (void)put(&r, 0, MT_GRAD_ADD, 1);
-    CHECK_OK(mt_offload_drain(r.o));
-    CHECK(toy_element(MT_BF16, grad, 0) == 65.0);
-    for (int64_t i = 0; i < toy_numel(0, 0); i++)
-        grad[i] = 0;                                /* zero_grad(set_to_none=False) */
-    mt_offload_forget(r.o, 0);
-    (void)put(&r, 0, MT_GRAD_ADD, 0);
-    CHECK_OK(mt_offload_drain(r.o));
-    CHECK(toy_element(MT_BF16, grad, 0) == 1.0);
-}
-
 TEST(an_add_before_any_set_adds_to_the_plane)
 {
     RIG(r, MT_BF16, 0, 0);
@@ -334,27 +300,6 @@ TEST(land_keeps_sources_until_they_are_home)
     for (uint64_t seed = 1; seed <= 50 && !torn && !UNDER_TSAN; seed++)
         torn = !whole_behind_land(seed, MT_EDGE_LANDED);
     CHECK(torn || UNDER_TSAN);                      /* the wait is what keeps them */
-}
-
-static void *end_update(void *arg)
-{
-    rig *r = arg;
-
-    sleep_ms(5);
-    CHECK(grad_is(r, MT_F32, 1, 1.0f));             /* what the update reads, until it ends */
-    mt_ledger_update_end(r->t.store, 1);
-    return NULL;
-}
-
-TEST(put_waits_for_the_update_that_reads_the_plane)
-{
-    RIG(r, MT_F32, 0, 0);
-    put_value(&r, MT_F32, 1, MT_GRAD_SET, 1.0f);
-    mt_ledger_update_begin(r.t.store, 1);
-    pthread_t thread = thread_start(end_update, &r);
-    put_value(&r, MT_F32, 1, MT_GRAD_SET, 2.0f);
-    CHECK(grad_is(&r, MT_F32, 1, 2.0f));
-    thread_join(thread);
 }
 
 TEST(sync_returns_when_all_is_home)
