@@ -168,69 +168,6 @@ TEST(the_callers_fp_mode_does_not_change_a_bit)
 
 /* ---- the right numbers ---- */
 
-static double ulps(double got, double want)
-{
-    int e;
-    (void)frexp(want, &e);
-    return fabs(got - want) / ldexp(1.0, e - 24);
-}
-
-typedef struct worst { double p, m, v; } worst;
-
-/* 200 steps beside the textbook form in double precision. Weights stay away from zero (200 steps
- * of 1e-5 cannot move 0.01 there), so that an ulp of p means something; an error of m is counted
- * in ulps of the largest gradient its element has seen, as m may cancel to nothing. */
-static worst against_double(kind k, mt_isa isa)
-{
-    enum { N = 512 };
-    static double p[N], m[N], v[N], largest[N];
-    worst  w = {0};
-
-    random_state = 11;
-    TENSOR s = tensor_new(k, N);
-    mt_adam_hyper *h = &s.hyper;
-    h->lr = 1e-5;
-    for (int i = 0; i < N; i++) {
-        set_weight(&s, i, (i & 1 ? -1.0f : 1.0f) * random_in(0.01f, 0.04f));
-        p[i] = (double)weight(&s, i);
-        m[i] = v[i] = largest[i] = 0;
-    }
-    for (h->step = 1; h->step <= 200; h->step++) {
-        fill_grad(&s);
-        step_by(&s, NULL, 0.5f, isa);
-        for (int i = 0; i < N; i++) {
-            double g = (double)get(s.grad, k.g, i) * 0.5, t = (double)h->step;
-            m[i] = h->beta1 * m[i] + (1 - h->beta1) * g;
-            v[i] = h->beta2 * v[i] + (1 - h->beta2) * g * g;
-            p[i] -= h->lr * h->weight_decay * p[i];
-            p[i] -= h->lr * (m[i] / (1 - pow(h->beta1, t))) /
-                    (sqrt(v[i] / (1 - pow(h->beta2, t))) + h->eps);
-            largest[i] = fmax(largest[i], fabs(g));
-        }
-    }
-    for (int i = 0; i < N; i++) {
-        w.p = fmax(w.p, ulps((double)weight(&s, i), p[i]));
-        w.v = fmax(w.v, ulps((double)s.v[i], v[i]));
-        w.m = fmax(w.m, ulps(largest[i] + ((double)s.m[i] - m[i]), largest[i]));
-    }
-    return w;
-}
-
-/* Tolerances: measured worst cases (docs/numerics.md), with room for other data. p gathers the
- * rounding of 200 subtractions; v that of 200 recursions, each at most an ulp, most cancelling. */
-TEST(two_hundred_steps_stay_within_stated_ulps_of_double)
-{
-    for (int k = 0; k < FULL; k++) {
-        worst w = against_double(kinds[k], mt_isa_best());
-        if (getenv("MT_PRINT") != NULL)
-            printf("%s/%s: p %.1f m %.2f v %.1f ulp\n", mt_dtype_name(kinds[k].w),
-                   mt_dtype_name(kinds[k].g), w.p, w.m, w.v);
-        CHECK(w.p <= 30);
-        CHECK(w.m <= 2);
-        CHECK(w.v <= 20);
-    }
-}
-
 /* One element, step by step as adam.h writes it. */
 TEST(first_step_is_the_formula_of_the_header)
 {
@@ -247,22 +184,6 @@ TEST(first_step_is_the_formula_of_the_header)
     CHECK_EQ(bits_of(s.m[0]), bits_of(m));
     CHECK_EQ(bits_of(s.v[0]), bits_of(v));
     CHECK_EQ(bits_of(weight(&s, 0)), bits_of(p));
-}
-
-TEST(maximize_equals_a_negated_gradient)
-{
-    for (int k = 0; k < KINDS; k++) {
-        random_state = 12;
-        TENSOR up = tensor_new(kinds[k], 100);
-        fill_grad(&up);
-        TENSOR down = tensor_twin(&up);
-        for (int64_t i = 0; i < up.n; i++)
-            set_grad(&down, i, -get(up.grad, kinds[k].g, i));
-        up.hyper.maximize = 1;
-        step_by(&up, NULL, 0.3f, mt_isa_best());
-        step_by(&down, NULL, 0.3f, mt_isa_best());
-        CHECK_EQ(differences(&up, &down), 0);
-    }
 }
 
 /* ---- odd values ---- */

@@ -707,35 +707,6 @@ TEST(nth_call_fails_and_nothing_stays_open)
     cpu->ops->close(cpu);
 }
 
-TEST(a_device_gone_bad_stays_bad)
-{
-    mt_dev *cpu = cpu_open();
-    mt_dev *d = fault_dev(cpu, 3, FAULT_STAYS);
-    void   *mem = NULL;
-
-    CHECK_EQ(use_everything(d), MT_EDEVICE);
-    CHECK_EQ(use_everything(d), MT_EDEVICE);
-    CHECK_EQ(d->ops->mem_alloc(d, 64, &mem), MT_EDEVICE);
-    CHECK(mem == NULL);
-    CHECK_EQ(fault_fired(d), 3);
-    d->ops->close(d);
-    cpu->ops->close(cpu);
-}
-
-TEST(open_handles_are_counted)
-{
-    mt_dev *cpu = cpu_open();
-    mt_dev *d = fault_dev(cpu, 0, FAULT_ONCE);
-    rig     r;
-
-    rig_open(&r, d);
-    CHECK_EQ(fault_live(d), 6);
-    rig_close(&r);
-    CHECK_EQ(fault_live(d), 0);
-    d->ops->close(d);
-    cpu->ops->close(cpu);
-}
-
 /* ---- cuda only -------------------------------------------------------------------------- */
 
 /* Without CUDA in the build, without a driver, or without that device: a status and a reason. */

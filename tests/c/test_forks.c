@@ -3,8 +3,6 @@
 #include "../../csrc/core/arena.h"
 #include "../../csrc/core/forks.h"
 
-#include <sys/file.h>
-
 /* Exit status of a child that does this; minus the signal that ended it. */
 static int child(int (*work)(void *arg), void *arg)
 {
@@ -54,57 +52,6 @@ TEST(arenas_are_not_in_a_child_and_their_addresses_are_taken)
     CHECK_EQ(*(char *)committed.base, 7);
     mt_arena_close(&committed);
     mt_arena_close(&reserved);
-}
-
-static int numbers(void *arg)
-{
-    return (int)(mt_forks() - *(unsigned *)arg);
-}
-
-static int grandchild(void *arg)
-{
-    return child(numbers, arg);
-}
-
-TEST(children_are_told_apart)
-{
-    unsigned mine = mt_forks();
-
-    CHECK_EQ(child(numbers, &mine), 1);
-    CHECK_EQ(child(grandchild, &mine), 2);
-    CHECK_EQ(mt_forks(), mine);
-}
-
-/* The descriptor's number is another's by then: closing it again must not close that. */
-static int has_none(void *arg)
-{
-    int fd = *(int *)arg, other;
-
-    if (fcntl(fd, F_GETFD) != -1)
-        return 1;
-    other = open("/dev/null", O_RDONLY);
-    mt_forks_close(fd);
-    return other != fd || fcntl(other, F_GETFD) == -1 ? 2 : 0;
-}
-
-TEST(a_child_has_no_share_of_a_files_lock)
-{
-    char path[] = "/tmp/mt_test_forks.XXXXXX";
-    int  made = mkstemp(path), fd, other;
-
-    REQUIRE(made >= 0);
-    close(made);
-    fd = mt_forks_open(path, O_RDWR | O_CLOEXEC, 0600);
-    REQUIRE(fd >= 0);
-    other = open(path, O_RDWR | O_CLOEXEC);
-    CHECK_EQ(flock(fd, LOCK_EX | LOCK_NB), 0);
-    CHECK_EQ(child(has_none, &fd), 0);
-    CHECK_EQ(flock(other, LOCK_EX | LOCK_NB), -1);
-    mt_forks_close(fd);
-    CHECK_EQ(flock(other, LOCK_EX | LOCK_NB), 0);
-    close(other);
-    CHECK_EQ(mt_forks_open("/nonexistent/file", O_RDONLY, 0), -1);
-    unlink(path);
 }
 
 static void *makes_arenas(void *stop)

@@ -83,21 +83,6 @@ TEST(order_is_read_from_sizes_and_strides)
     order_of(3, 0, 1, 1, 0, 1);
 }
 
-TEST(order_that_no_blas_has_is_refused_with_its_strides)
-{
-    static const int64_t strides[][2] = { { 10, 2 }, { 0, 1 }, { 1, 0 }, { 4, 1 }, { 1, 2 },
-                                          { 5, 5 } };
-
-    for (size_t i = 0; i < sizeof strides / sizeof *strides; i++) {
-        int64_t        size[] = { 3, 5 };
-        mt_gemm_matrix m = { .ld = -7 };
-
-        CHECK_EQ(mt_gemm_matrix_of("grad", size, strides[i], &m), MT_EINVAL);
-        CHECK_SAYS("grad [3, 5] has strides (");
-        CHECK_EQ(m.ld, -7);
-    }
-}
-
 /* ---- in a BLAS's words ---- */
 
 /* What a BLAS does, from its documentation: everything by columns. Sums in double, k ascending. */
@@ -256,32 +241,3 @@ TEST(host_is_the_definition_to_the_bit)
     mt_pool_close(pool);
 }
 
-TEST(host_does_not_read_c_when_beta_is_zero)
-{
-    GEMM g = random_gemm(MT_F32, MT_F32, 5, 5, 5);
-
-    for (int64_t i = 0; i < 5; i++)
-        for (int64_t j = 0; j < 5; j++)
-            ((float *)g.c.data)[i * g.c.ld + j] = NAN;
-    mt_gemm_host(NULL, &g, 1, 0);
-    for (int64_t i = 0; i < 5; i++)
-        for (int64_t j = 0; j < 5; j++)
-            CHECK(!isnan(element(&g.c, MT_F32, i, j)));
-}
-
-TEST(host_writes_nothing_between_the_rows_of_c)
-{
-    mt_gemm g = random_gemm(MT_F32, MT_F32, 67, 3, 4);
-    float   wide[67 * 5];
-
-    for (int i = 0; i < 67 * 5; i++)
-        wide[i] = 7;
-    free(g.c.data);
-    g.c.data = wide;
-    g.c.ld = 5;
-    mt_gemm_host(NULL, &g, 1, 1);
-    for (int i = 0; i < 67; i++)
-        CHECK(wide[i * 5 + 3] == 7 && wide[i * 5 + 4] == 7);
-    free(g.a.data);
-    free(g.b.data);
-}

@@ -127,21 +127,6 @@ LEDGER_TEST(gradients_are_waited_for_apart_from_updates)
     CHECK_EQ(w.st, MT_OK);
 }
 
-LEDGER_TEST(watchdog_names_unit_and_what_is_awaited)
-{
-    mt_ledger_watchdog(store, 0.05);
-    mt_ledger_update_begin(store, 1);
-    mt_ledger_update_begin(store, 0);
-    CHECK_EQ(mt_ledger_wait_updates(store, 1), MT_ESTUCK);
-    CHECK_SAYS("layers.1: its update has not come in 0.05 s");
-    CHECK_OK(mt_ledger_check(store));               /* the next wait may succeed: not a fault */
-    mt_ledger_update_end(store, 1);
-    CHECK_OK(mt_ledger_wait_updates(store, 1));
-    mt_ledger_grads_begin(store, 0);
-    CHECK_EQ(mt_ledger_wait_grads(store, 0), MT_ESTUCK);
-    CHECK_SAYS("the hand-over of its gradients has not come");
-}
-
 LEDGER_TEST(watchdog_can_be_set_while_someone_waits)
 {
     waiter w;

@@ -387,18 +387,3 @@ TEST(forward_and_backward_fetch_no_more_than_the_optimum)
     }
 }
 
-/* Cubic or quadratic work would show: the harness ends a test that takes too long. */
-TEST(long_traces_are_quick)
-{
-    enum { N = 1000000, LONG_UNITS = 1000 };
-    FREED size_t *bytes = calloc(LONG_UNITS, sizeof *bytes);
-    FREED int    *trace = malloc(N * sizeof *trace);
-    const size_t slots[8] = { 8, 8, 8, 8, 8, 8, 8, 8 };
-    mt_schedule *s = NULL;
-
-    REQUIRE(bytes != NULL && trace != NULL);
-    for (int i = 0; i < N; i++)
-        trace[i] = i % LONG_UNITS;
-    CHECK_OK(mt_schedule_build(trace, N, bytes, LONG_UNITS, slots, 8, &s));
-    mt_schedule_free(s);
-}

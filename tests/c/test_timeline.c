@@ -205,27 +205,6 @@ static void expect(const mt_record *r, mt_work work, int unit)
     CHECK_EQ(r->unit, unit);
 }
 
-TEST(a_replay_interrupts_its_backward)
-{
-    RIG(r, 0, FAULT_ONCE);
-    CHECK_OK(mt_timeline_on(r.t, 1));
-    mt_timeline_step(r.t, 9, r.a);
-    mt_timeline_enter(r.t, MT_WORK_BACKWARD, 4, r.a);
-    mt_timeline_enter(r.t, MT_WORK_REPLAY, 4, r.a);
-    mt_timeline_leave(r.t, r.a);
-    mt_timeline_leave(r.t, r.a);
-    mt_timeline_leave(r.t, r.a);                         /* one too many is none */
-    CHECK_OK(r.d->ops->sync(r.a));
-    REQUIRE(mt_timeline_read(r.t, r.got, ALL) == 4);
-    expect(&r.got[0], MT_WORK_STEP, 9);
-    CHECK_EQ(r.got[0].begin_ns, r.got[0].end_ns);
-    expect(&r.got[1], MT_WORK_BACKWARD, 4);
-    expect(&r.got[2], MT_WORK_REPLAY, 4);
-    expect(&r.got[3], MT_WORK_BACKWARD, 4);
-    for (int i = 1; i < 4; i++)
-        CHECK(r.got[i - 1].end_ns <= r.got[i].begin_ns);
-}
-
 /* Waiting for weights is no work; the same weights again are there already. */
 TEST(a_wait_for_weights_is_in_no_record)
 {
@@ -251,23 +230,6 @@ TEST(a_wait_for_weights_is_in_no_record)
     expect(&r.got[1], MT_WORK_FORWARD, 3);
     CHECK(r.got[1].begin_ns - r.got[0].end_ns >= 2000000);
     r.d->ops->event_close(there);
-}
-
-/* A backward that raised leaves its window open; the next step's windows are not inside it. */
-TEST(a_step_closes_what_a_failure_left_open)
-{
-    RIG(r, 0, FAULT_ONCE);
-    CHECK_OK(mt_timeline_on(r.t, 1));
-    for (int deep = 0; deep < 40; deep++)                /* deeper than it counts */
-        mt_timeline_enter(r.t, MT_WORK_BACKWARD, 1, r.a);
-    mt_timeline_step(r.t, 9, r.a);
-    CHECK_OK(r.d->ops->sync(r.a));
-    (void)mt_timeline_read(r.t, r.got, ALL);
-    mt_timeline_enter(r.t, MT_WORK_FORWARD, 2, r.a);
-    mt_timeline_leave(r.t, r.a);
-    CHECK_OK(r.d->ops->sync(r.a));
-    REQUIRE(mt_timeline_read(r.t, r.got, ALL) == 1);
-    expect(&r.got[0], MT_WORK_FORWARD, 2);
 }
 
 /* ---- failures and threads --------------------------------------------------------------- */
