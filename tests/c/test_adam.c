@@ -328,24 +328,6 @@ TEST(split_saturates_and_has_one_nan)
 
 /* ---- mistakes ---- */
 
-TEST(step_refuses_hyper_parameters_out_of_range)
-{
-#define REFUSED(member, value, part)                        \
-    do {                                                    \
-        TENSOR s = tensor_new(kinds[0], 4);                 \
-        s.hyper.member = (value);                           \
-        check_refused(&s, (part));                          \
-    } while (0)
-    REFUSED(step, 0, "step 0");
-    REFUSED(beta1, 1.0, "betas 1, 0.999");
-    REFUSED(beta2, -0.5, "betas 0.9, -0.5");
-    REFUSED(beta2, NAN, "betas");
-    REFUSED(eps, -1e-8, "eps -1e-08");
-    REFUSED(lr, NAN, "lr nan");
-    REFUSED(weight_decay, INFINITY, "weight_decay inf");
-#undef REFUSED
-}
-
 TEST(step_refuses_planes_and_types_that_do_not_fit)
 {
     TENSOR s = tensor_new(kinds[1], 4);

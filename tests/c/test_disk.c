@@ -111,8 +111,6 @@ static void close_world(world *w)
     CHECK_EQ(rmdir(w->dir), 0);
 }
 
-#define STORE(w, ...) CLOSED_BY(close_world) world w; open_store(&w, __VA_ARGS__)
-
 #define WORLD(w, ...) CLOSED_BY(close_world) world w; open_world(&w, __VA_ARGS__)
 
 /* One element, the same operations on both sides. */

@@ -358,25 +358,6 @@ FILE_TEST(a_full_disk_is_known_before_and_a_limit_holds)
     CHECK_EQ(mt_file_open("", 0, 1, NULL, &f), MT_EINVAL);
 }
 
-FILE_TEST(a_file_has_no_name_and_goes_with_its_descriptor)
-{
-    uint64_t sums[1] = { 0 }, at;
-    moved    m;
-
-    FREED char *p = memory(PAGE);
-    mt_file *f = opened(NOTHING, 0, 0), *g = opened(NOTHING, 0, 0);
-    CHECK_OK(mt_file_reserve(f, PAGE));
-    CHECK_EQ(entries(), 0);
-    CHECK(scratch_of(here) != NULL);
-    CHECK_OK(mt_file_blocks(f)->ops->take(mt_file_blocks(f), PAGE, &at));
-    CHECK_OK(now(f, &m, 1, at, p, PAGE, sums));
-    CHECK_OK(now(f, &m, 0, at, p, PAGE, sums));
-    mt_file_close(f);
-    mt_file_close(g);
-    mt_file_close(NULL);
-    CHECK(scratch_of(here) == NULL);
-}
-
 FILE_TEST(a_signal_does_not_end_the_search_for_room)
 {
     mt_file *f = opened(SIGNALS, 3, 0);
@@ -453,14 +434,4 @@ FILE_TEST(children_of_any_moment_end_and_have_no_descriptor)
     thread_join(thread);
     CHECK(scratch_of(here) != NULL);
     mt_file_close(l.f);
-}
-
-FILE_TEST(rates_are_measured_and_nothing_is_left)
-{
-    mt_disk_rates rates = { 0 };
-
-    CHECK_OK(mt_disk_measure(here, 4 * PAGE * 16, PAGE * 16, 3, 2, &rates));
-    CHECK(rates.write > 0 && rates.read > 0 && rates.both > 0);
-    CHECK_EQ(mt_disk_measure(here, PAGE, PAGE + 1, 1, 1, &rates), MT_EINVAL);
-    CHECK_EQ(mt_disk_measure("/nonexistent/path", PAGE, PAGE, 1, 1, &rates), MT_EDISK);
 }

@@ -176,7 +176,6 @@ static void model_close(model *m)
 /* What most tests take: all units settled, one micro-batch, a norm. */
 #define MODEL(m, ...) \
     CLOSED_BY(model_close) model m; model_open(&m, &(config){ __VA_ARGS__ }, &nobodys)
-#define TAKEN(m)   MODEL(m, .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1, .take = 1)
 #define SETTLED(m) MODEL(m, .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1)
 
 /* ---- compute: in the run queue ---------------------------------------------------------- */

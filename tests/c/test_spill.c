@@ -428,19 +428,6 @@ TEST(bundles_differ_in_size_and_are_padded)
     }
 }
 
-TEST(overlap_off_means_that_all_is_written_at_once)
-{
-    uint64_t bundle[WINDOWS];
-
-    SCENE(s, 1, 60, 60, 0);
-    debug_set(&s.t.cx, (mt_debug){ .sync = 1 });
-    for (int w = 0; w < WINDOWS; w++) {
-        CHECK_OK(leave(&s, 0, w, &bundle[w]));
-        CHECK_EQ(stats(&s).written_bytes, (w + 1) * KEEPS);
-    }
-    backward(&s, 0, bundle);
-}
-
 /* ---- the file is no good ---------------------------------------------------------------- */
 
 TEST(without_a_file_a_bundle_is_refused)

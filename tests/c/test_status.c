@@ -3,19 +3,6 @@
 
 #include "../../csrc/core/dtype.h"
 
-TEST(every_code_has_its_own_text)
-{
-#define ONE(name, value, text) + 1
-    enum { N = 0 MT_STATUS_MAP(ONE) };
-#undef ONE
-    for (int i = 0; i < N; i++) {
-        CHECK(strcmp(mt_status_text((mt_status)-i), "unknown status") != 0);
-        for (int j = 0; j < i; j++)
-            CHECK(strcmp(mt_status_text((mt_status)-i), mt_status_text((mt_status)-j)) != 0);
-    }
-    CHECK_STR(mt_status_text((mt_status)-N), "unknown status");
-}
-
 TEST(failure_says_what_and_where)
 {
     CHECK_EQ(MT_FAIL(MT_EDEVMEM, "layer %d: %d MiB", 3, 812), MT_EDEVMEM);
@@ -66,23 +53,6 @@ TEST(fail_again_carries_a_message_word_for_word)
     CHECK_STR(mt_last_error(), "copy failed [dev.c:1]");
     CHECK_EQ(mt_fail_again(MT_EDEVICE, mt_last_error()), MT_EDEVICE);
     CHECK_STR(mt_last_error(), "copy failed [dev.c:1]");
-}
-
-static mt_status jumper(mt_status first, int *reached)
-{
-    TRY(first);
-    *reached = 1;
-    return MT_OK;
-}
-
-TEST(try_jumps_on_failure_only)
-{
-    int reached = 0;
-
-    CHECK_EQ(jumper(MT_ENOMEM, &reached), MT_ENOMEM);
-    CHECK_EQ(reached, 0);
-    CHECK_EQ(jumper(MT_OK, &reached), MT_OK);
-    CHECK_EQ(reached, 1);
 }
 
 TEST(dtype_table_names_and_bytes)

@@ -118,19 +118,6 @@ STORE_TEST(states_are_laid_out_as_they_are_kept)
     CHECK_EQ(mt_store_set_states(store, u, MT_STATES_COUNT), MT_EINVAL);
 }
 
-STORE_TEST(plane_without_the_type_is_refused_by_name)
-{
-    void *p = &p;
-
-    int u = add("mixed", mixed, MIXED);
-    CHECK_EQ(mt_store_at(store, u, HALF, MT_PLANE_LO, &p), MT_EINVAL);
-    CHECK_SAYS("unit mixed: plane LO has nothing for parameter 4, which is F16");
-    CHECK_EQ(mt_store_at(store, u, DOUBLE, MT_PLANE_M, &p), MT_EINVAL);
-    CHECK_FAILS(mt_store_at(store, u, FROZEN, MT_PLANE_GRAD, &p), MT_EINVAL, "not trainable");
-    CHECK(p == &p);
-    CHECK_EQ(mt_store_bytes(store, MT_PLANE_COUNT), 0);
-}
-
 STORE_TEST(parameter_trainable_later_gets_its_own_place)
 {
     char *early, *late;
@@ -339,30 +326,6 @@ STORE_TEST(add_refuses_what_cannot_be)
     CHECK_EQ(mt_store_add(store, NULL, sum, 1, &unit), MT_EINVAL);
     CHECK_EQ(unit, 99);
     CHECK_EQ(mt_store_units(store), 0);
-}
-
-STORE_TEST(numbers_that_do_not_exist_are_refused)
-{
-    void  *p = NULL;
-    size_t bytes = 0;
-
-    int u = add("mixed", mixed, MIXED);
-    CHECK_EQ(mt_store_at(store, u + 1, 0, MT_PLANE_HI, &p), MT_EINVAL);
-    CHECK_SAYS("there is no unit 1; the store has 1");
-    CHECK_EQ(mt_portion_bytes(store, u + 1, 0, 1, &bytes, &bytes), MT_EINVAL);
-    CHECK_EQ(mt_store_at(store, u, MIXED, MT_PLANE_HI, &p), MT_EINVAL);
-    CHECK_SAYS("unit mixed has no parameter 6");
-    CHECK_EQ(mt_store_at(store, u, 0, MT_PLANE_COUNT, &p), MT_EINVAL);
-    CHECK_EQ(mt_store_hi(store, -1, &p), MT_EINVAL);
-    CHECK_EQ(mt_store_set_trainable(store, u, -1, 1), MT_EINVAL);
-    CHECK_EQ(mt_store_set_trainable(store, u, INT, 1), MT_EINVAL);
-    CHECK_EQ(mt_store_desc(store, u, INT)->trainable, 0);
-    CHECK_STR(mt_store_name(store, -1), "?");
-    CHECK_STR(mt_store_name(store, u), "mixed");
-    CHECK_EQ(mt_store_params(store, u), MIXED);
-    CHECK_EQ(mt_store_params(store, 7) + (int)mt_store_hi_bytes(store, 7), 0);
-    CHECK(mt_store_desc(store, u, MIXED) == NULL && p == NULL);
-    CHECK_EQ(mt_store_open(&(mt_context){ .pool = pool }, &store), MT_EINVAL);
 }
 
 STORE_TEST(too_much_memory_names_what_is_wanted_and_what_is_mapped)
