@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import json
 import subprocess
 import sys
@@ -130,68 +129,6 @@ def test_adamw_op_gives_the_bits_of_the_host(dtype: torch.dtype, n: int) -> None
             for planes, g in ((host, grad), (there, grad.cuda())):
                 torch.ops.megatrain.adamw_(*planes, g, 1e-2, 0.9, 0.999, 1e-8, 0.1, step, 0.5)
         assert all(a is None or torch.equal(a, b.cpu()) for a, b in zip(host, there))
-
-
-def train_units(home: str, micros: int) -> dict[str, torch.Tensor]:
-    """Ten steps of three bf16 units on random gradients of the GPU: every plane, norms, weights as compute saw them."""
-    torch.manual_seed(3)
-    planes, numels = _core.PLANES, [5000, 1, 1 << 20]
-    engine = _core.Engine("cuda", threads=4)
-    units = [engine.add_unit(f"layers.{u}", [_core.DTYPES["BF16"]] * 3, numels, [True] * 3) for u in range(3)]
-    for u, p in itertools.product(units, range(3)):
-        torch.from_numpy(engine.plane(u, p, planes["HI"])).view(torch.bfloat16).copy_(torch.randn(numels[p]))
-    slots = [torch.zeros(engine.hi_bytes(0), dtype=torch.uint8, device="cuda") for _ in range(5)]
-    torch.cuda.synchronize()
-    engine.open_slots([(s.data_ptr(), s.numel()) for s in slots], NoHooks())
-    for u in units:
-        if home == "device":
-            engine.settle(u, u + 2)
-        if home == "through":
-            engine.through(u, True)
-    stream, seen, norms = torch.cuda.current_stream().cuda_stream, {}, {}
-    for step in range(10):
-        sources = []
-        for micro, u in itertools.product(range(micros), units):
-            if u == 0:
-                engine.begin()
-            slot = engine.acquire(u, stream)
-            seen[f"seen {step} {micro} {u}"] = slots[slot].clone()
-            sources.append([torch.randn(n, device="cuda").bfloat16() for n in numels])
-            items = [(p, g.data_ptr(), int(micro > 0), False) for p, g in enumerate(sources[-1])]
-            engine.offload(u, items, stream)
-        entry = (1e-2, 0.9, 0.999, 1e-8, 0.1, step + 1, False, 0, 0, False)
-        ticket = engine.adam([(u, [(p, *entry) for p in range(3)]) for u in units], 1.0, stream)
-        norms[f"norm {step}"] = torch.tensor(engine.norm(ticket)[0])
-        for u in units:
-            engine.forget(u)
-        torch.cuda.synchronize()  # the sources are free
-    engine.drain()
-    if home == "device":
-        assert engine.stats()["d2h_bytes"] == 0 and engine.stats()["fetches"] == 3
-    for u in units:
-        engine.bring(u, -1)
-    out = {f"{name} {u} {p}": torch.from_numpy(engine.plane(u, p, planes[name])).clone()
-           for name in ("HI", "LO", "M", "V", "GRAD") for u in units for p in range(3)}
-    engine.close()
-    return {k: t.cpu() for k, t in (out | seen | norms).items()}
-
-
-class NoHooks:
-    """Nobody keeps a tensor in a slot."""
-
-    def held(self, slot: int) -> bool:
-        return False
-
-    def renew(self, slot: int) -> int:
-        raise AssertionError(slot)
-
-
-@pytest.mark.parametrize("micros", [1, 3])
-def test_where_units_live_and_are_updated_changes_no_bit(micros: int) -> None:
-    host = train_units("host", micros)
-    for home in ("device", "through"):
-        other = train_units(home, micros)
-        assert not [name for name, value in host.items() if not torch.equal(value, other[name])], home
 
 
 class Reader(nn.Module):
