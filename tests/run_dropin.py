@@ -15,7 +15,7 @@ kernels for CUDA round elsewhere): "gap", at most GAP. Do fused layers, the defa
 the same training in fp32: "plain" and "fused", the latter at most three times the former, or 2^-7, two units in the last
 place of bf16. All are the largest relative difference of some thirty numbers, of a model of a few thousand weights.
 
-One JSON line per check, then a table. Libraries that are not installed are left out, and said to be.
+One JSON line per check. Libraries that are not installed are left out, and said to be.
 """
 from __future__ import annotations
 
@@ -437,18 +437,6 @@ def compare(name: str, device: str) -> dict[str, Any]:
     return row
 
 
-COLUMNS = ("gap", "weights", "plain", "fused")
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = [f"{'check':42}{'':6}{'logged':>7}{''.join(f'{c:>10}' for c in COLUMNS)}{'seconds':>9}"]
-    for r in rows:
-        cells = "".join(f"{r[k]:10.1e}" if k in r else f"{'':10}" for k in COLUMNS)
-        word = "left out" if "left_out" in r else "ok" if r["ok"] else "WRONG"
-        lines.append(f"{r['check']:42}{word:6}{r.get('logged', ''):>7}{cells}{r['seconds']:9.1f}")
-    return "\n".join(lines)
-
-
 def main() -> int:
     warnings.filterwarnings("ignore")
     ask = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -469,7 +457,6 @@ def main() -> int:
             row = {"ok": False, "error": f"{type(e).__name__}: {str(e)[:300]}"}
         rows.append({"check": name, **row, "seconds": round(time.perf_counter() - began, 1)})
         print(json.dumps(rows[-1]), flush=True)
-    print("\n" + table(rows))
     return 0 if all(r["ok"] for r in rows) else 1
 
 

@@ -188,14 +188,6 @@ def test_what_is_released_has_nothing_of_the_shell(monkeypatch: pytest.MonkeyPat
     assert all(env["PATH"] == os.environ["PATH"] for env in commands)
 
 
-def test_pip_takes_the_build_with_cuda_unless_the_other_is_named() -> None:
-    packaging = pytest.importorskip("packaging.specifiers")
-    builds = ["0.1.0+cpu", "0.1.0+cuda13"]
-    assert list(packaging.SpecifierSet("==0.1.0").filter(builds)) == builds
-    assert list(packaging.SpecifierSet("==0.1.0+cpu").filter(builds)) == ["0.1.0+cpu"]
-    assert max(builds, key=packaging.Version) == "0.1.0+cuda13"
-
-
 def test_vector_kernels_are_for_x86_only() -> None:
     intel, arm = build.c_sources(False, "x86_64"), build.c_sources(False, "aarch64")
     assert set(intel) - set(arm) == build.X86_ONLY

@@ -124,22 +124,6 @@ def test_a_bad_argument_is_refused_by_name(engine: Engine, name: str) -> None:
     engine.check()  # a refusal is no fault: the engine goes on
 
 
-def test_the_watchdog_names_the_queue_that_stalls() -> None:
-    """A second before each copy, and a watchdog that waits for a tenth of it; with more patience all is well."""
-    engine = Engine("cpu", delay_us=1_000_000)
-    unit = unit_of(engine, F32, torch.ones(10))
-    grad = torch.full((10,), 2.0)
-    engine.watchdog(0.1)
-    engine.offload(unit, [(0, grad.data_ptr(), SET, False)], 0)
-    with pytest.raises(MegatrainError, match=r"d2h, unit layers\.0 waits for its gradients' copies \(the event LANDED\)"):
-        engine.wait_grads(unit)
-    engine.watchdog(60)
-    engine.drain()
-    engine.check()
-    assert torch.equal(weights(engine, unit, GRAD), grad)
-    engine.close()
-
-
 SLOW_DRIVE = """
     #define _GNU_SOURCE
     #include <dlfcn.h>
