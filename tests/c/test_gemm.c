@@ -240,4 +240,3 @@ TEST(host_is_the_definition_to_the_bit)
     }
     mt_pool_close(pool);
 }
-
