@@ -16,19 +16,15 @@ typedef struct maker {
     uint8_t *modes, *flags;
 } maker;
 
-static int has(const maker *k, int64_t w, int64_t mode)
-{
-    const mt_search *in = k->in;
-
-    return !isnan(in->backward_s[(k->m * in->n_kinds + in->kind[w]) * in->n_modes + mode]);
-}
-
+/* Of a backward; NAN: the window has no such mode. */
 static double seconds(const maker *k, int64_t w, int64_t mode)
 {
     const mt_search *in = k->in;
 
     return in->backward_s[(k->m * in->n_kinds + in->kind[w]) * in->n_modes + mode];
 }
+
+static int has(const maker *k, int64_t w, int64_t mode) { return !isnan(seconds(k, w, mode)); }
 
 /* Of the layers at work the first eighth, two, ..., all. */
 static void count_layers(maker *k, int from_none)
