@@ -75,18 +75,27 @@ class Between:
                 pieces.leave(_BUSY)
             batch = self._next()
             last = any(ends for *_, ends in batch)
-            for data, to in [(data, to) for _, data, to, _ in batch if _is_large(data)]:
-                ways = [self._out[r] for m, r in list(self._hearers.items()) if self._is_for(m, to)]
-                with suppress(RuntimeError):     # somebody is gone: who hears him finds that out
-                    pieces.send(self._tensor(data), ways)
+            large = [(self._tensor(data), [self._out[r] for m, r in list(self._hearers.items()) if self._is_for(m, to)])
+                     for _, data, to, _ in batch if _is_large(data)]
+            before = all(pieces.is_direct(data) for data, _ in large)
+            if before:
+                self._send_large(pieces, large)
             for machine in list(self._hearers):
                 self._send(machine, [(parcel, data) for parcel, data, to, _ in batch if self._is_for(machine, to)])
+            if not before:
+                self._send_large(pieces, large)
         for machine in list(self._hearers):
             self._end(machine)
         with suppress(RuntimeError):
             pieces.land()
         for hearer in self._out:
             give_back(self._ways, (self._rank, hearer))
+
+    @staticmethod
+    def _send_large(pieces: Pieces, large: list[tuple[Tensor, list[Any]]]) -> None:
+        for data, groups in large:
+            with suppress(RuntimeError):     # somebody is gone: who hears him finds that out
+                pieces.send(data, groups)
 
     def _is_for(self, machine: str, to: int) -> bool:
         return to < 0 or self._machines[to] == machine
@@ -195,8 +204,12 @@ class OnDevice:
 
 
 class Pieces:
-    """Bytes on their way to other ranks, or from one. NCCL's kernels read and write locked host memory where it lies;
-    where the driver can lock none, mt.stream refuses several machines.
+    """Bytes on their way to other ranks, or from one.
+
+    NCCL's kernels read and write locked host memory where it lies. Other memory goes by way of a buffer on the device,
+    piece by piece: the driver copies to it in the caller's thread, and holds its lock meanwhile. Behind a receive whose
+    bytes are yet to come, that kept all threads of the process from queuing a send, and in the other process too (seen
+    on H100 and H200). So such a copy is queued when the receive is over.
     """
 
     def __init__(self, device: torch.device, *gone: threading.Event) -> None:
@@ -206,21 +219,40 @@ class Pieces:
         if device.type == "cuda":
             torch.cuda.set_device(device)
             self._stream = torch.cuda.Stream(device, priority=-1)    # NCCL's streams have that too (Control.way)
+            with self._entered():            # else who had this memory before may be at it still
+                self._buffer = torch.empty(PIECE, dtype=torch.uint8, device=device)
 
-    def send(self, data: Tensor, groups: Sequence[Any]) -> None:
-        """All of it is on its way when this returns, whether or not it is received."""
-        for piece in data.split(PIECE):
-            part, works = self._part(piece), self._asks()
+    def is_direct(self, host: Tensor) -> bool:
+        """All of it is on its way when send returns, whether or not it is received."""
+        return self._stream is None or host.is_cuda or (host[:1].is_pinned() and host[-1:].is_pinned())
+
+    def send(self, host: Tensor, groups: Sequence[Any]) -> None:
+        """Not direct: returns when the bytes have gone."""
+        direct = self.is_direct(host)
+        for piece in host.split(PIECE):
+            part = self._part(piece, direct)
+            works = self._asks()
             with self._entered():
+                if not direct:
+                    part.copy_(piece)        # not in compute's stream, which may wait for another process
                 for group in groups:
                     works.append(group.send([part], 1, 0))
+            if not direct:
+                self.land()
 
     def receive(self, place: Tensor, group: Any) -> None:
+        """Not direct: returns when the bytes have come."""
+        direct = self.is_direct(place)
         for piece in place.split(PIECE):
             self.leave(_BUSY)
-            part, works = self._part(piece), self._asks()
+            part = self._part(piece, direct)
+            works = self._asks()
             with self._entered():
                 works.append(group.recv([part], 0, 0))
+            if not direct:
+                self.land()
+                with self._entered():
+                    piece.copy_(part)
 
     def behind(self, act: Callable[[], None]) -> None:
         """act is called when all that was put before is over."""
@@ -252,11 +284,12 @@ class Pieces:
                 act()
         return False
 
-    def _part(self, piece: Tensor) -> Tensor:
+    def _part(self, piece: Tensor, direct: bool) -> Tensor:
         """What works are given for it."""
         if self._stream is None or piece.is_cuda:
             return piece
-        return torch.as_tensor(OnDevice(piece.data_ptr(), len(piece)), device=self._device)
+        return torch.as_tensor(OnDevice(piece.data_ptr(), len(piece)), device=self._device) if direct \
+            else self._buffer[:len(piece)]
 
     def _asks(self) -> list[Any]:
         """Where works go. It is there before a group is asked, which may refuse: those before it are waited for."""

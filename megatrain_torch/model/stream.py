@@ -173,10 +173,6 @@ def _stream(ranks: Ranks | None, module: nn.Module, where: torch.device, reduce:
                 if not is_meta:
                     ranks.control.give(buffer)
             rt.homes.reach(ranks)
-            with as_one(ranks):                  # NCCL's kernels reach into it
-                if rt.apart and rt.is_cuda and rt.core.unlocked()[0]:
-                    raise MegatrainError("several machines need host memory that the driver can lock for the GPU: "
-                                         f"{rt.core.unlocked()[1]}")
         rt.warn_unlocked()
     except BaseException:
         _take_out(rt, module, together=False)
