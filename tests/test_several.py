@@ -24,7 +24,7 @@ from megatrain_torch import MegatrainError
 from megatrain_torch.group import between
 from megatrain_torch.group.control import Waits, done
 from megatrain_torch.group.ranks import Ranks, give_back, shared
-from megatrain_torch.model.filling import give_memory
+from megatrain_torch.model.filling import _give_memory
 from megatrain_torch.model.stream import leaves_in_order, processors
 
 ARCHITECTURES = ("llama", "qwen3", "gemma2", "gpt2", "opt", "mixtral", "gpt_oss", "deepseek_v3", "mamba", "bert", "t5",
@@ -736,6 +736,6 @@ def test_codes_on_the_meta_device_are_codes_when_they_have_memory() -> None:
     layer = nn.Linear(4, 4, bias=False, device="meta")
     layer.weight = codes = Params4bit(torch.empty(8, 1, dtype=torch.uint8, device="meta"), requires_grad=False)
     codes.quant_state = "its own"
-    give_memory(layer, [codes])
+    _give_memory(layer, [codes])
     assert layer.weight is codes and type(codes) is Params4bit and codes.device.type == "cpu"
     assert codes.quant_state == "its own" and codes.dtype == torch.uint8

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 import zlib
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.codes import plain_kind
+from ..base.limits import show_bytes
 from ..base.units import Group, stored_dtype
 from ..group.ranks import Ranks, as_one
 from ..plans.room import TRIM_BYTES, give_back, own_bytes
@@ -24,6 +26,7 @@ from .homes import units_at
 if TYPE_CHECKING:
     from .runtime import Runtime
 
+_MANY_BYTES = 1 << 30                        # of copies of one model in several processes: is told
 _numbers = itertools.count()                 # of parameters, in the process
 
 
@@ -149,6 +152,20 @@ def fills(ranks: Ranks | None) -> bool:
     return ranks is None or ranks.rank == ranks.mates[0]
 
 
+def make_room(ranks: Ranks, module: nn.Module, groups: list[Group]) -> None:
+    """The others need no values: they may have left their parameters on the meta device, on which nothing of the model
+    is left now. Called by all, when nothing is refused any more."""
+    params = [p for _, own in groups for _, p in own]
+    every = ranks.gather((any(p.is_meta for p in params), sum(own_bytes(groups))))
+    made = [every[rank][1] for rank in ranks.mates if not every[rank][0]]        # bytes, by who has values
+    if fills(ranks) and len(made) > 1 and sum(made) - max(made) >= _MANY_BYTES:
+        warnings.warn(f"{len(made)} processes of this machine made the model, each in {show_bytes(max(made))} of "
+                      "its own memory, which it has given back now: mt.from_pretrained makes it once, or leave it "
+                      "on the meta device (with torch.device('meta'): ...) where LOCAL_RANK is not 0",
+                      RuntimeWarning, stacklevel=2)
+    _give_memory(module, params)
+
+
 def _from_the_first(ranks: Ranks, units: list[list[Record]]) -> None:
     """Weights are those of the first process of all, on each machine: what another machine had otherwise is replaced.
     Called by all, with weights in their planes."""
@@ -166,9 +183,8 @@ def _sum(records: list[Record]) -> int:
     return crc
 
 
-def give_memory(module: nn.Module, params: list[nn.Parameter]) -> None:
-    """A process whose values another one has may have left parameters on the meta device. They stay the same objects;
-    no page of their memory is touched, so it takes none."""
+def _give_memory(module: nn.Module, params: list[nn.Parameter]) -> None:
+    """Parameters on the meta device stay the same objects. No page of their memory is touched, so it takes none."""
     for p in params:
         if p.is_meta:
             kind, kept = type(p), dict(p.__dict__)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -291,7 +292,7 @@ class Delivery:
     """
 
     def __init__(self, model: Runtime) -> None:
-        self._model = model
+        self._model, self._told = model, False
         self.shards = False      # ranks fetch their portions alone, in passes that record gradients; else each all
         # Made by the first that is gathered: the machine's ranks come there together.
         self._mates: Control | None = None
@@ -335,6 +336,18 @@ class Delivery:
             ranks = self._model.ranks
             self._mates = Control(ranks.data, ranks.control.patience, self._model.core, ranks.mates)
         return self._mates
+
+    def look(self) -> None:
+        """Tells once that ranks open other windows, since each then waits for the others in vain."""
+        found = self._model.core.astray() if self.shards and not self._told else None
+        if found is None or found[2] == found[3]:        # one alone had looked at it, and has it whole
+            return
+        self._told, (times, other, own, its) = True, found
+        there = f"rank {other} at unit {self._name(its)!r}" if its >= 0 else f"rank {other} did not come"
+        warnings.warn(f"rank {self._model.ranks.rank} was at unit {self._name(own)!r} and {there}: weights that not "
+                      f"all ranks come to together are fetched whole by each ({times:,} so far). Where ranks go "
+                      "different ways through a model, plan={'delivery': 'whole'} spares them waiting for each other",
+                      RuntimeWarning, stacklevel=2)
 
     def _name(self, number: int) -> str:
         return self._model.unit_names[self._model.ring.unit_of(number)]

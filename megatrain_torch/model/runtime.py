@@ -224,6 +224,7 @@ class Runtime:
         if self.planning is not None and torch.is_grad_enabled():
             self.planning.pass_begins(args, kwargs)
         self.trace.pass_begins()
+        self.delivery.look()
         self.core.begin(self.delivery.shards and torch.is_grad_enabled())
 
     def notice_changes(self) -> None:

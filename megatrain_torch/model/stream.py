@@ -43,7 +43,7 @@ from ..plans.shapes import shaped
 from ..plans.tally import ALONE, Fleet, check_homes
 from ..store.bases import expands, with_base
 from .choices import Choices, check_model, choose, compute_device, fitted
-from .filling import declare, empty, fill, fills, give_memory
+from .filling import declare, empty, fill, fills, make_room
 from .install import install, move_buffers, remove
 from .planning import Planning
 from .registry import runtime_of
@@ -156,7 +156,7 @@ def _stream(ranks: Ranks | None, module: nn.Module, where: torch.device, reduce:
     if choices.itself:
         rt.planning = Planning(weakref.proxy(rt), choices)
     if ranks is not None:
-        give_memory(module, [p for _, own in groups for _, p in own])
+        make_room(ranks, module, groups)
     try:
         with as_one(ranks):
             declare(rt, wanted, choices)
