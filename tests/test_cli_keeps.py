@@ -58,7 +58,7 @@ def again(run: Path, toy: str, *words: Any) -> tuple[Any, ...]:  # noqa: F811
 def test_a_run_lists_what_it_made(run: Path) -> None:
     names = {p.name for p in run.iterdir()}
     owned = Owned(run)
-    assert names - {MARKER} <= owned.entries and {"checkpoint-2", "checkpoint-3", "model", MARKER} <= names
+    assert names - {MARKER} <= owned.entries.keys() and {"checkpoint-2", "checkpoint-3", "model", MARKER} <= names
     assert not owned.strangers()
     assert not (run / LOCK).exists() and "checkpoint-1" not in owned.entries
 
@@ -125,7 +125,8 @@ def linked(run: Path) -> None:
     (run / "model").symlink_to(run.parent / "away")
 
 
-@pytest.mark.parametrize("change", [fills("checkpoint-9/a"), linked], ids=["another checkpoint", "linked"])
+@pytest.mark.parametrize("change", [fills("model/notes.txt"), fills("checkpoint-3/more/a.txt"), fills("checkpoint-9/a"), linked],
+                         ids=["beside", "in a checkpoint", "another checkpoint", "linked"])
 def test_overwrite_removes_nothing_that_the_run_does_not_list(run: Path, toy: str, change: Callable[[Path], Any],  # noqa: F811
                                                               capsys: pytest.CaptureFixture[str]) -> None:
     change(run)
@@ -138,7 +139,8 @@ def test_overwrite_removes_nothing_that_the_run_does_not_list(run: Path, toy: st
 
 def test_rotation_removes_what_the_run_lists_alone(run: Path) -> None:
     shutil.rmtree(run / "model")
-    for name in ("checkpoint-1/trainer_state.json", "checkpoint-9000/trainer_state.json", "checkpoint-5.tmp-backup/a"):
+    for name in ("checkpoint-1/trainer_state.json", "checkpoint-9000/trainer_state.json", "checkpoint-3/notes.txt",
+                 "checkpoint-5.tmp-backup/a"):
         fills(name)(run)
     (run / "checkpoint-2").rename(run.parent / "away")
     (run / "checkpoint-2").symlink_to(run.parent / "away")           # on a larger disk, say
@@ -147,9 +149,10 @@ def test_rotation_removes_what_the_run_lists_alone(run: Path) -> None:
     write_yaml(run / "config.yaml", folder.settings_of(run).with_(steps=6, keep=1))
     assert megatrain("resume", run) == 0
     assert mine.items() <= tree(run).items() and tree(run.parent / "away") == kept
+    assert [p.name for p in (run / "checkpoint-3").iterdir()] == ["notes.txt"]
     assert [p.name for p in folder.checkpoints(run)] == ["checkpoint-6"]
-    assert {p.name for p in run.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-5.tmp-backup", "checkpoint-6",
-                                                          "checkpoint-9000"}
+    assert {p.name for p in run.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-3", "checkpoint-5.tmp-backup",
+                                                          "checkpoint-6", "checkpoint-9000"}
 
 
 def test_what_is_in_the_runs_way_is_said_before_it_goes_on(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,30 +188,21 @@ def test_a_run_that_was_stopped_in_its_last_step_makes_no_more(run: Path) -> Non
 # ---- the marker and the lock ----
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "3", "[" * 100_000, '{"program": "other"}', "entries ../x", "entries /a",
-                                  "entries notes.txt", "entries checkpoint-1/a", "data"])
+                                  "entries notes.txt", "entries checkpoint-1/a", "files ../../x", "files /x", "data"])
 def test_a_marker_that_is_none_is_refused(run: Path, toy: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     found = json.loads((run / MARKER).read_text())
     kind, _, name = text.partition(" ")
     if kind == "entries":
-        found["entries"].append(name)
+        found["entries"][name] = None
+    elif kind == "files":
+        found["entries"]["model"].append(name)
     elif kind == "data":
         found["data"] = 3
-    (run / MARKER).write_text(json.dumps(found) if kind in ("entries", "data") else text)
+    (run / MARKER).write_text(json.dumps(found) if kind in ("entries", "files", "data") else text)
     before = tree(run.parent)
     for words in (again(run, toy, "--overwrite"), ("resume", run), ("generate", run, "--prompt", "a")):
         assert MARKER in refused(capsys, *words)
     assert tree(run.parent) == before
-
-
-def test_a_marker_of_version_1_is_read(run: Path, toy: str) -> None:  # noqa: F811
-    """With sizes and times of files, and with the pages of a report."""
-    found = json.loads((run / MARKER).read_text())
-    pages = dict.fromkeys(("plan.html", "timeline.svg"), "file")
-    entries = {name: {"a": [1, 2]} if "-" in name else "file" for name in found["entries"]} | pages
-    (run / MARKER).write_text(json.dumps(found | {"version": 1, "entries": entries}))
-    fills("plan.html")(run)
-    assert megatrain(*again(run, toy, "--overwrite")) == 0
-    assert not (run / "plan.html").exists() and [p.name for p in run.glob("checkpoint-*")] == ["checkpoint-1"]
 
 
 def test_a_folder_that_is_written_by_another_is_left_alone(run: Path, toy: str, made: Path,  # noqa: F811

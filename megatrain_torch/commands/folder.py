@@ -4,11 +4,11 @@
     log.jsonl                 a line for each logged step and each evaluation
     checkpoint-200/ ...       all that resume needs, in Hugging Face format
     model/                    the model at the end
-    megatrain-run.json        the marker: what makes a folder a run, and the names of what the run made
+    megatrain-run.json        the marker: what makes a folder a run, and what the run made, a folder's files by name
     .megatrain-run.lock       locked (flock) while a command writes, however that command ends
 
 (1) A name is listed before it is made, so that whatever a crash leaves is known.
-(2) Only what is listed is ever removed or replaced.
+(2) Only what is listed is ever removed or replaced: a file that somebody put into a listed folder stays.
 (3) The marker is replaced as a whole, and is on the disk before what it lists.
 """
 from __future__ import annotations
@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import megatrain_torch as mt
 from megatrain_torch import MegatrainError
 
 from .settings import Settings, near, read_table, read_yaml, say
@@ -35,17 +36,17 @@ CONFIG, LOG, FINAL = "config.yaml", "log.jsonl", "model"
 WHOLE = "trainer_state.json"                 # of a checkpoint: written last, removed first
 UNFINISHED = ".unfinished"                   # small files of a checkpoint that is being written
 HALF = "model.unfinished"                    # the model at the end, until it has its name
-PAGES = ("plan.html", "step.html", "storage.html", "timeline.svg")       # of runs of version 1
 ADAPTER = "adapter_config.json"              # of PEFT: what makes a folder an adapter
 _DRAFT = r"(\.(?:tmp|old)-\d+-\d+)"         # of a checkpoint: with what mt.save puts behind its name meanwhile
 _CHECKPOINT = re.compile(rf"checkpoint-(\d{{1,18}}){_DRAFT}?")
 
 
 class Owned:
-    """A run's folder, as its marker has it. entries: names. data: what tells the run's rows (data.identity)."""
+    """A run's folder, as its marker has it. entries: by name the files of a folder, None: all that is there. data: what
+    tells the run's rows (data.identity)."""
 
     def __init__(self, run: Path) -> None:
-        self.run, self.entries, self.data = run, set(), {}
+        self.run, self.entries, self.data = run, {}, {}
         self._lock = -1                      # the descriptor, in the process that locked it
         self._read()
 
@@ -54,17 +55,16 @@ class Owned:
         if not where.is_file():
             return
         found = read_table(where)
-        if found.get("program") != PROGRAM or found.get("version") not in (1, VERSION):
+        if (found.get("program"), found.get("version")) != (PROGRAM, VERSION):
             raise MegatrainError(f"{where}: a table of program {PROGRAM!r}, version {VERSION}, is needed")
-        entries, self.data = found.get("entries"), found.get("data")
-        if not isinstance(self.data, dict) or not isinstance(entries, (list, dict)):     # a dict: of version 1
-            raise MegatrainError(f"{where}: entries and data are needed, a list and a table")
-        if wrong := [name for name in entries if not isinstance(name, str) or not (name in PAGES or _is_runs(name))]:
+        self.data, self.entries = found.get("data"), found.get("entries")
+        if not isinstance(self.data, dict) or not isinstance(self.entries, dict):
+            raise MegatrainError(f"{where}: data and entries are needed, each a table")
+        if wrong := [name for name, files in self.entries.items() if not _is_entry(name, files)]:
             raise MegatrainError(f"{where}: entry {wrong[0]!r} is none that a run makes")
-        self.entries = set(entries)
 
     def _write(self) -> None:
-        body = {"program": PROGRAM, "version": VERSION, "entries": sorted(self.entries), "data": self.data}
+        body = {"program": PROGRAM, "version": VERSION, "entries": self.entries, "data": self.data}
         replace(self.run / MARKER, json.dumps(body, indent=1).encode())
 
     # ---- who writes ----
@@ -115,34 +115,50 @@ class Owned:
     # ---- entries ----
 
     def strangers(self) -> list[str]:
-        """Names in the folder that a run gives, of what this run did not make. mt.save's drafts are a checkpoint's."""
-        names = sorted(p.name for p in self.run.iterdir()) if self.run.is_dir() else ()
-        return [name for name in names if _is_runs(name) and (
-            re.sub(_DRAFT + "$", "", name) not in self.entries or (self.run / name).is_symlink())]
+        """Paths in the folder that a run gives, of what this run did not make. mt.save's drafts are a checkpoint's."""
+        found = []
+        for name in sorted(p.name for p in self.run.iterdir() if _is_runs(p.name)) if self.run.is_dir() else ():
+            listed = re.sub(_DRAFT + "$", "", name) in self.entries and not (self.run / name).is_symlink()
+            found += [f"{name}/{file}" for file in self.others(name)] if listed else [name]
+        return found
 
-    def begin(self, name: str) -> None:
-        """Lists what will be made, before it is."""
+    def others(self, name: str) -> list[str]:
+        """Files in a folder that this run did not put there."""
+        path, own = self.run / name, self.entries.get(name)
+        if own is None or not path.is_dir():
+            return []
+        with contextlib.suppress(MegatrainError, OSError):
+            own = {*own, *mt.inspect_checkpoint(path).files}
+        return [file for file in files_of(path) if file not in own]
+
+    def begin(self, name: str, files: list[str] | None = None) -> None:
+        """Lists what will be made, before it is. files: that a folder will have; of a checkpoint those that mt.save
+        does not make."""
         path = self.run / name
-        if os.path.lexists(path) and name not in self.entries:
-            raise MegatrainError(f"{path} is there, and this run did not make it: move it away")
-        self.entries.add(name)
+        if os.path.lexists(path) and (name not in self.entries or self.others(name)):
+            raise MegatrainError(f"{path} is there, and this run did not make it, or not all of it: move it away")
+        self.entries[name] = files
         self._write()
 
     def remove(self, name: str) -> None:
-        path = self.run / name
-        if path.is_dir() and not path.is_symlink():
+        path, others = self.run / name, self.others(name)
+        if path.is_symlink() or not path.is_dir():
+            path.unlink(missing_ok=True)
+        elif others:
+            say(f"{path} goes, but for {others[0]}, which this run did not make")
+            for file in {*files_of(path)} - {*others}:
+                (path / file).unlink()
+        else:
             (path / WHOLE).unlink(missing_ok=True)
             shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-        self.entries.discard(name)
+        del self.entries[name]
         self._write()
 
     # ---- begin and end of a run ----
 
     def start(self, data: dict[str, Any]) -> None:
         """A new run, in place of the one that the folder has: everything else was checked."""
-        known = set(self.entries)
+        known = dict(self.entries)
         self.lock()
         if self.entries != known:
             raise MegatrainError(f"{self.run} has another run since this one was asked for: name another folder")
@@ -150,7 +166,7 @@ class Owned:
         for name in known:
             self._remove_drafts(name)
             self.remove(name)
-        self.entries, self.data = {CONFIG, LOG, UNFINISHED}, data
+        self.entries, self.data = dict.fromkeys((CONFIG, LOG, UNFINISHED)), data
         self._write()
 
     def go_on(self, data: dict[str, Any]) -> None:
@@ -198,6 +214,16 @@ def sync(path: Path) -> None:
 
 def _is_runs(name: str) -> bool:
     return name in (CONFIG, LOG, UNFINISHED, HALF, FINAL) or _CHECKPOINT.fullmatch(name) is not None
+
+
+def _is_entry(name: str, files: Any) -> bool:
+    return _is_runs(name) and (files is None or isinstance(files, list) and all(
+        isinstance(file, str) and not {"", ".", ".."} & {*file.split("/")} and "\0" not in file for file in files))
+
+
+def files_of(path: Path) -> list[str]:
+    """All that is no folder, below one; links are not followed."""
+    return sorted(str(found.relative_to(path)) for found in path.rglob("*") if found.is_symlink() or not found.is_dir())
 
 
 # ---- what is read of a run -----------------------------------------------------------------------

@@ -35,7 +35,7 @@ import megatrain_torch as mt
 from megatrain_torch import MegatrainError
 
 from .data import IGNORED, Rows, collate
-from .folder import LOG, UNFINISHED, WHOLE, Owned, checkpoints, sync
+from .folder import LOG, UNFINISHED, WHOLE, Owned, checkpoints, files_of, sync
 from .launch import Team, hearing
 from .settings import SEQUENCES, Settings, say, unknown
 
@@ -152,7 +152,7 @@ class Streamed:
         self.run.team.first_does(small)
         with self.run.team.as_one():
             self._save_rng_state(str(beside))
-        self.run.team.first_does(lambda: self.run.owned.begin(name))
+        self.run.team.first_does(lambda: self.run.owned.begin(name, files_of(beside)))
         asked = {"lora": self.run.settings.lora, "base": self.run.settings.base}         # what resume compares
         self._saving = mt.save(self.model, self._optimizer(), beside.parent / name, scheduler=self.lr_scheduler,
                                extra=asked, asynchronous=True)

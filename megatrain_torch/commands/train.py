@@ -249,7 +249,7 @@ def _finish(trainer: Any, seconds: float) -> None:
     shutil.rmtree(half, ignore_errors=True)
     half.mkdir()
     models.save(trainer.model, trainer.processing_class, half, owned.run)
-    owned.begin(folder.FINAL)
+    owned.begin(folder.FINAL, folder.files_of(half))
     half.rename(final)
     rose, chat = trainer.rose(), " --chat" if owned.data.get("chat") else ""
     end = "done" if not rose else f"{rose}: the run diverged, and a lower --lr than {settings.lr:g} may not; over"
