@@ -217,8 +217,8 @@ def _is_runs(name: str) -> bool:
 
 
 def _is_entry(name: str, files: Any) -> bool:
-    return _is_runs(name) and (files is None or isinstance(files, list) and all(
-        isinstance(file, str) and not {"", ".", ".."} & {*file.split("/")} and "\0" not in file for file in files))
+    return _is_runs(name) and (files is None or (isinstance(files, list) and all(
+        isinstance(file, str) and not {"", ".", ".."} & {*file.split("/")} and "\0" not in file for file in files)))
 
 
 def files_of(path: Path) -> list[str]:
