@@ -25,7 +25,7 @@ def built(kind: str, dtype: torch.dtype, seed: int = 5) -> Any:
 
 
 def from_files(rank: int, group: Any, folder: str) -> dict[str, Any]:
-    """A model of files, with masters, after a step too; and what this process read and made."""
+    """A model of files, with masters where they are of fp32, after a step too; and what this process read and made."""
     import transformers as tf
 
     from megatrain_torch import _core
@@ -54,7 +54,7 @@ def made_by_the_script(rank: int, group: Any, how: str) -> dict[str, Any]:
         with torch.device("meta"):
             model = built("tied", torch.float32)
     before, ids = list(model.parameters()), [id(p) for p in model.parameters()]
-    mt.stream(model, "cpu", dtype=torch.bfloat16, **({} if group is None else {"group": group}))
+    mt.stream(model, "cpu", dtype=torch.bfloat16, masters=True, **({} if group is None else {"group": group}))
     assert ids == [id(p) for p in model.parameters()] and all(p is q for p, q in zip(before, model.parameters()))
     return _stepped(model)
 

@@ -1,4 +1,4 @@
-"""Saved models into the store: straight from the file, and back out in transformers' format."""
+"""Saved models into the store: straight from the file, with exact masters, and back out in transformers' format."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -149,3 +149,26 @@ def test_what_the_system_does_not_say_is_not_believed(tmp_path: Path) -> None:
     assert not _mappings(head + fields.replace("Anonymous:     0", "Anonymous:     4"))
     assert not _mappings(head.replace(f"{about.st_ino} ", f"{about.st_ino + 1} ") + fields)
     assert not _mappings(head.replace(str(path), f"{path} (deleted)") + fields)
+
+
+@pytest.mark.parametrize("home", ["ram", "vram"])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_fp32_files_give_exact_masters(tmp_path: Path, kind: torch.dtype, home: str) -> None:
+    plain = built("llama")
+    plain.save_pretrained(tmp_path)
+    model = mt.from_pretrained(transformers.AutoModelForCausalLM, tmp_path, dtype=kind, device="cpu",
+                               plan={"homes": home})
+    values = dict(plain.named_parameters())
+    assert not [n for n, p in model.named_parameters() if not torch.equal(p, values[n].to(kind))]
+    assert not [n for n, m in mt.masters(model).items() if not torch.equal(m, values[n])]
+    other = mt.stream(built("llama"), device="cpu", dtype=kind)                # begins with rounded ones
+    one = mt.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    for m, opt in ((model, one), (other, mt.AdamW(other.parameters(), lr=0.0, weight_decay=0.0))):
+        m(input_ids=IDS, labels=IDS).loss.backward()
+        opt.step()
+    mt.model.stream.runtime_of(model).drain()
+    assert mt.model.stream.runtime_of(model).core.host_bytes() == 0 or home == "ram", "masters were made a unit at a time"
+    assert not [n for n, m in mt.masters(model).items() if not torch.equal(m, values[n])]
+    assert [n for n, m in mt.masters(other).items() if not torch.equal(m, values[n])]
+    for n, p in model.named_parameters():              # bf16: rounded to nearest, but ties to either side
+        torch.testing.assert_close(p.float(), values[n], rtol=2**-8, atol=2**-24)

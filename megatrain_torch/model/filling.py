@@ -2,17 +2,20 @@
 from __future__ import annotations
 
 import itertools
+import mmap
+import os
 import warnings
 import zlib
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..base.codes import plain_kind
 from ..base.limits import show_bytes
 from ..base.units import Group, stored_dtype
-from ..group.ranks import Ranks, as_one
+from ..group.ranks import Ranks, as_one, shared
 from ..plans.room import TRIM_BYTES, give_back, own_bytes
 from ..plans.tally import SETTLED, Asked
 from ..store import gradient
@@ -26,6 +29,8 @@ from .homes import units_at
 if TYPE_CHECKING:
     from .runtime import Runtime
 
+Place = tuple[str, int]                      # a file, and where in it a parameter's bytes begin
+_ALIGN = 64
 _MANY_BYTES = 1 << 30                        # of copies of one model in several processes: is told
 _numbers = itertools.count()                 # of parameters, in the process
 
@@ -63,9 +68,9 @@ def declare(rt: Runtime, asked: Asked, choices: Choices) -> None:
 
 # ---- weights are put in ----
 
-def fill(rt: Runtime, groups: list[Group]) -> None:
+def fill(rt: Runtime, groups: list[Group], origins: Origins | None, masters: bool) -> None:
     """Weights in their planes; each old tensor is freed as its values are in. What is at home on the device or on disk
-    goes there at once: host memory has one such unit at a time."""
+    goes there at once: host memory has one such unit at a time. origins: of a model that several processes stream."""
     given, files, filed = 0, Mapped(), set(units_at(rt.room.asked, "disk+weights"))
     # Of several on one machine, units with frozen weights, which leave host memory; the others' stay there anyway.
     early = {unit for unit, (_, own) in enumerate(groups) if unit in rt.homes.settled and (
@@ -74,7 +79,7 @@ def fill(rt: Runtime, groups: list[Group]) -> None:
     with as_one(rt.ranks):
         for unit, own in enumerate(own_bytes(groups)):
             with as_one(by_unit):
-                _take_over(rt, unit, files)
+                _take_over(rt, unit, files, origins, masters)
             if unit in early:
                 rt.homes.take(unit)
             if unit in filed:
@@ -87,18 +92,25 @@ def fill(rt: Runtime, groups: list[Group]) -> None:
                 given = 0
     if rt.ranks is not None:             # weights are there, whoever put them in
         if rt.ranks.apart:
-            _from_the_first(rt.ranks, rt.units)
+            origins.everywhere(rt.units)
         with as_one(rt.ranks):
             for unit in sorted(rt.homes.settled.keys() - early):
                 rt.homes.take(unit)
 
 
-def _take_over(rt: Runtime, unit: int, files: Mapped) -> None:
+def _take_over(rt: Runtime, unit: int, files: Mapped, origins: Origins | None, masters: bool) -> None:
     records = rt.units[unit]
-    if fills(rt.ranks):
+    if origins is None or origins.fills:
         with torch.no_grad():
             for hi, value in files.fill([(r.over(r.memory("HI", True), "HI"), r.param.detach()) for r in records]):
                 hi.copy_(value)
+    # Parameters whose fp32 values are more than the store keeps of them.
+    rounded = [r for r in records if masters and (p := r.param).dtype == torch.float32 and p.requires_grad
+               and r.dtype in (torch.bfloat16, torch.float16)]
+    if rounded:
+        exact = [r.param.detach() for r in rounded] if origins is None else origins.exact(rounded)
+        for r, value in zip(rounded, exact):
+            r.exact = value
     for r in records:                        # each parameter becomes a view of plane HI, which has its values
         p, hi = r.param, r.view("HI")
         with torch.no_grad():
@@ -146,40 +158,65 @@ def _restore(r: Record) -> None:
     p.data, p.grad = value, grad
 
 
-# ---- of a model that several processes stream: the machine's first has the values, and fills all units ----
+class Origins:
+    """Where several processes have the values of a model from that is about to be streamed: the machine's first, which
+    fills all units.
 
-def fills(ranks: Ranks | None) -> bool:
-    return ranks is None or ranks.rank == ranks.mates[0]
+    The others need no values: they may have left their parameters on the meta device, on which nothing of the model is
+    left when this is made. All ranks make it, when nothing is refused any more.
+    """
+
+    def __init__(self, ranks: Ranks, module: nn.Module, groups: list[Group]) -> None:
+        self._ranks, self.fills = ranks, ranks.rank == ranks.mates[0]
+        params, files = [p for _, own in groups for _, p in own], Mapped()
+        places = [files.source(p.detach()) for p in params] if self.fills else []
+        every = ranks.gather((places, any(p.is_meta for p in params), sum(own_bytes(groups))))
+        self._at: dict[int, Place | None] = dict(zip(map(id, params), every[ranks.mates[0]][0]))
+        made = [every[rank][2] for rank in ranks.mates if not every[rank][1]]        # bytes, by who has values
+        if self.fills and len(made) > 1 and sum(made) - max(made) >= _MANY_BYTES:
+            warnings.warn(f"{len(made)} processes of this machine made the model, each in {show_bytes(max(made))} of "
+                          "its own memory, which it has given back now: mt.from_pretrained makes it once, or leave it "
+                          "on the meta device (with torch.device('meta'): ...) where LOCAL_RANK is not 0",
+                          RuntimeWarning, stacklevel=2)
+        _give_memory(module, params)
+
+    def exact(self, records: list[Record]) -> list[Tensor]:
+        """Values of a unit's parameters, in each process; all call it, for the same. Those of files stay there."""
+        places = [self._at[id(r.param)] for r in records]
+        if self.fills or None in places:
+            own = [r.param.detach() for r in records]
+            return _in_common(self._ranks, own) if None in places else own
+        return [_mapped(place, r.param) for r, place in zip(records, places)]
+
+    def everywhere(self, units: list[list[Record]]) -> None:
+        """Weights are those of the first process of all, on each machine, when this is called by all and they are in
+        their planes: what another machine had otherwise is replaced."""
+        found = self._ranks.gather([_sum(records) for records in units] if self.fills else None)
+        for records, sums in zip(units, zip(*(own for own in found if own is not None))):
+            if len(set(sums)) == 1:
+                continue
+            for r in records:
+                self._ranks.control.give(r.over(r.memory("HI", True), "HI"))
+            if exact := [r for r in records if r.exact is not None]:
+                values = [r.exact.clone(memory_format=torch.contiguous_format) for r in exact]
+                for value in values:
+                    self._ranks.control.give(value)
+                for r, value in zip(exact, _in_common(self._ranks, values)):
+                    r.exact = value
 
 
-def make_room(ranks: Ranks, module: nn.Module, groups: list[Group]) -> None:
-    """The others need no values: they may have left their parameters on the meta device, on which nothing of the model
-    is left now. Called by all, when nothing is refused any more."""
-    params = [p for _, own in groups for _, p in own]
-    every = ranks.gather((any(p.is_meta for p in params), sum(own_bytes(groups))))
-    made = [every[rank][1] for rank in ranks.mates if not every[rank][0]]        # bytes, by who has values
-    if fills(ranks) and len(made) > 1 and sum(made) - max(made) >= _MANY_BYTES:
-        warnings.warn(f"{len(made)} processes of this machine made the model, each in {show_bytes(max(made))} of "
-                      "its own memory, which it has given back now: mt.from_pretrained makes it once, or leave it "
-                      "on the meta device (with torch.device('meta'): ...) where LOCAL_RANK is not 0",
-                      RuntimeWarning, stacklevel=2)
-    _give_memory(module, params)
-
-
-def _from_the_first(ranks: Ranks, units: list[list[Record]]) -> None:
-    """Weights are those of the first process of all, on each machine: what another machine had otherwise is replaced.
-    Called by all, with weights in their planes."""
-    found = ranks.gather([_sum(records) for records in units] if fills(ranks) else None)
-    for records, sums in zip(units, zip(*(own for own in found if own is not None))):
-        for r in records if len(set(sums)) > 1 else ():
-            ranks.control.give(r.over(r.memory("HI", True), "HI"))
+def _mapped(place: Place, like: Tensor) -> Tensor:
+    path, at = place
+    found = torch.from_numpy(np.memmap(path, mode="c", offset=at, shape=(like.nbytes,)))
+    return found.view(like.dtype).view(like.shape)
 
 
 def _sum(records: list[Record]) -> int:
-    """Of a unit's weights in the store."""
+    """Of a unit's weights in the store, and of what they were rounded from."""
     crc = 0
-    for t in [r.over(r.memory("HI", True), "HI") for r in records if r.numel]:
-        crc = zlib.crc32(t.contiguous().view(-1).view(torch.uint8).numpy(), crc)
+    for r in records:
+        for t in [r.over(r.memory("HI", True), "HI")] + ([] if r.exact is None else [r.exact]):
+            crc = zlib.crc32(t.contiguous().view(-1).view(torch.uint8).numpy(), crc) if t.numel() else crc
     return crc
 
 
@@ -196,3 +233,26 @@ def _give_memory(module: nn.Module, params: list[nn.Parameter]) -> None:
         for name, b in m._buffers.items():
             if isinstance(b, Tensor) and b.is_meta:
                 m._buffers[name] = torch.empty_like(b, device="cpu")
+
+
+def _in_common(ranks: Ranks, own: list[Tensor]) -> list[Tensor]:
+    """The first one's values, in memory that all processes of the machine have once."""
+    ends = list(itertools.accumulate(-(-t.nbytes // _ALIGN) * _ALIGN for t in own))
+    first, fd = ranks.rank == ranks.mates[0], -1
+    with as_one(ranks):
+        if first:
+            fd = os.memfd_create("megatrain values")
+            os.ftruncate(fd, ends[-1])
+            for found, t in zip(_over(fd, own, ends), own):
+                found.copy_(t)
+    fd = shared(ranks, fd)
+    try:
+        return _over(fd, own, ends)
+    finally:
+        os.close(fd)
+
+
+def _over(fd: int, like: list[Tensor], ends: list[int]) -> list[Tensor]:
+    memory = mmap.mmap(fd, ends[-1])
+    return [torch.frombuffer(memory, dtype=t.dtype, count=t.numel(), offset=at).view(t.shape)
+            for t, at in zip(like, [0, *ends])]

@@ -43,7 +43,7 @@ from ..plans.shapes import shaped
 from ..plans.tally import ALONE, Fleet, check_homes
 from ..store.bases import expands, with_base
 from .choices import Choices, check_model, choose, compute_device, fitted
-from .filling import declare, empty, fill, fills, make_room
+from .filling import Origins, declare, empty, fill
 from .install import install, move_buffers, remove
 from .planning import Planning
 from .registry import runtime_of
@@ -59,8 +59,8 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
            seq: int | None = None, vram: int | str | None = None, host: int | str | None = None,
            nvme: str | dict[str, Any] | None = None, states: str | None = None, dtype: torch.dtype | None = None,
            units: list[str | nn.Module] | None = None, compute: str = "auto",
-           products: str | None = None, plan: Plan | dict[str, Any] | None = None, group: Any = None,
-           reduce: str = "mean") -> nn.Module:
+           products: str | None = None, plan: Plan | dict[str, Any] | None = None, masters: bool = False,
+           group: Any = None, reduce: str = "mean") -> nn.Module:
     """Moves a model's parameters to host memory, from which they are streamed; returns the same object.
 
     From here on the model's own forward runs on `device`. A layer's weights are there only while it runs.
@@ -91,6 +91,9 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
             are rounded to 8 bits with a scale for each row, sums are fp32. docs/numerics.md says what that changes,
             mt.explain which layers have it. None: a plan's, else "bf16".
         plan: what mt.plan returned; it stays in force. Or a dict by hand, with the keys in docs/plans.md.
+        masters: if `dtype` turns fp32 parameters into 16-bit ones, mt.AdamW's fp32 masters begin with the fp32 values.
+            These are kept until its first step. If they are mapped from a file, they take no memory; the file must
+            stay as it is until then.
         group: processes that train the model together, each on its own data: a ProcessGroup. None: all processes of
             torch.distributed, if that is initialized (docs/several-gpus.md). All get the first one's weights and
             buffers. On a machine, processes other than the first may have the model on the meta device.
@@ -102,12 +105,12 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
             model is an ordinary one again with all its values. But these weights have the type that `dtype` gave
             them, and are on the CPU. If a drive fails while weights go there, these weights are lost.
     """
-    stream_of(ranks_of(group), module, device, reduce, tokens=tokens, seq=seq, vram=vram, host=host,
+    stream_of(ranks_of(group), module, device, masters, reduce, tokens=tokens, seq=seq, vram=vram, host=host,
               nvme=nvme, states=states, dtype=dtype, units=units, compute=compute, products=products, plan=plan)
     return module
 
 
-def stream_of(ranks: Ranks | None, module: nn.Module, device: str | torch.device | None, reduce: str,
+def stream_of(ranks: Ranks | None, module: nn.Module, device: str | torch.device | None, masters: bool, reduce: str,
               **asked: Any) -> None:
     """mt.stream by these processes. asked: of choices.choose."""
     with as_one(ranks):
@@ -115,14 +118,15 @@ def stream_of(ranks: Ranks | None, module: nn.Module, device: str | torch.device
     try:
         if ranks is not None:
             ranks.connect(where)
-        _stream(ranks, module, where, reduce, asked)
+        _stream(ranks, module, where, masters, reduce, asked)
     except BaseException:
         if ranks is not None:
             ranks.leave(failed=True)
         raise
 
 
-def _stream(ranks: Ranks | None, module: nn.Module, where: torch.device, reduce: str, asked: dict[str, Any]) -> None:
+def _stream(ranks: Ranks | None, module: nn.Module, where: torch.device, masters: bool, reduce: str,
+            asked: dict[str, Any]) -> None:
     with as_one(ranks):
         dtype = asked["dtype"]
         check_dtype(dtype)
@@ -155,12 +159,11 @@ def _stream(ranks: Ranks | None, module: nn.Module, where: torch.device, reduce:
     rt.delivery.shards = choices.options.get("delivery") == "shards"
     if choices.itself:
         rt.planning = Planning(weakref.proxy(rt), choices)
-    if ranks is not None:
-        make_room(ranks, module, groups)
+    origins = None if ranks is None else Origins(ranks, module, groups)
     try:
         with as_one(ranks):
             declare(rt, wanted, choices)
-        fill(rt, groups)                         # from here on the model changes; nothing is checked any more
+        fill(rt, groups, origins, masters)       # from here on the model changes; nothing is checked any more
         with torch._C.DisableTorchFunctionSubclass():        # nothing is under way that a parameter waits for
             room.let_go()
             install(rt, module, found, choices.activations)
@@ -280,7 +283,8 @@ def from_pretrained(cls: Any, path: str | Path, *, device: str | torch.device | 
 
     Args:
         cls: AutoModelForCausalLM, or any class with from_pretrained. path: a folder, or what it takes.
-        dtype: of the streamed weights; None: the files'.
+        dtype: of the streamed weights; None: the files'. From fp32 files to torch.bfloat16, mt.AdamW has exact fp32
+            masters.
         device, tokens, seq, vram, host, nvme, states, units, compute, products, plan, group, reduce: as for mt.stream.
         base: frozen weights of linear layers as codes, quantized a tensor at a time while they are read. "nf4" and
             "int8" are bitsandbytes', "nf4" of experts in one tensor too. "fp8" has blocks of 128 by 128. "fp8" and
@@ -297,13 +301,13 @@ def from_pretrained(cls: Any, path: str | Path, *, device: str | torch.device | 
     ranks = ranks_of(group)
     with as_one(ranks):
         if base is None:
-            found = loaded(cls, path, fills(ranks), dtype="auto", **kwargs)
+            found = loaded(cls, path, ranks is None or ranks.rank == ranks.mates[0], dtype="auto", **kwargs)
         else:
             found, dtype = with_base(cls, path, base, dtype, **kwargs), None
     model, *report = found if isinstance(found, tuple) else (found,)
     if adapter is not None:
         model = importlib.import_module("peft").get_peft_model(model, adapter)
-    stream_of(ranks, model, device, reduce, tokens=tokens, seq=seq, vram=vram, host=host, nvme=nvme,
+    stream_of(ranks, model, device, True, reduce, tokens=tokens, seq=seq, vram=vram, host=host, nvme=nvme,
               states=states, dtype=dtype, units=units, compute=compute, products=products, plan=plan)
     return (model, *report) if report else model
 

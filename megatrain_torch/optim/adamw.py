@@ -390,7 +390,7 @@ class AdamW(torch.optim.Optimizer):
             raise MegatrainError(f"{record.name}: its AdamW states belong to another mt.AdamW by now; "
                                  "use one optimizer")
         stored.follow_weight(record)
-        record.master_writes = record.writes
+        record.exact, record.master_writes = None, record.writes
         if not (passing or rt.room.asked.keeps):
             raise MegatrainError(f"{record.name}: it has a .grad of its own, and plan={{'grads': 'none'}} has no place "
                                  "for one: no hooks on the parameter, no arithmetic on it outside of the model")

@@ -189,6 +189,8 @@ def lacks_master(record: Record) -> bool:
     """The weight was set, and its fp32 master does not follow. A new plane LO is zero, and no memory yet."""
     if record.dtype == torch.float32 or record.master_writes == record.writes:
         return False
+    if record.exact is not None and record.writes == 0:
+        return True
     return record.dtype == torch.float16 or bool(record.low_bytes and record.master_writes >= 0)
 
 
@@ -202,12 +204,16 @@ def follow_weight(record: Record) -> None:
             continue
         r.wait_updates()
         r.own_states()
-        plane = master_plane(r)
-        if plane == "MASTER":
-            r.view(plane).copy_(r.host)
+        exact, r.exact = r.exact, None
+        if exact is not None and r.writes == 0:
+            set_master(r.param, exact)       # what lies just between two bf16 values may become the other one
         else:
-            r.view(plane).zero_()
-        r.push(plane)
+            plane = master_plane(r)
+            if plane == "MASTER":
+                r.view(plane).copy_(r.host)
+            else:
+                r.view(plane).zero_()
+            r.push(plane)
         r.master_writes = r.writes
     if rt.homes.away(unit):
         for r in rt.units[unit]:
@@ -228,6 +234,8 @@ def master(p: StreamedParameter) -> Tensor:
         return out
     if plane == "MASTER":
         return record.view("MASTER").clone()
+    if record.exact is not None and record.writes == 0:
+        return record.exact.clone()
     return record.host.to(torch.float32, copy=True)
 
 

@@ -66,6 +66,7 @@ class Record:
         self.master_writes = -1             # those that the fp32 master has followed; -1: there is no master yet
         # Whose moments planes M and V hold; None: they are new.
         self.optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+        self.exact: Tensor | None = None    # fp32 values that a 16-bit parameter was made from, until its master is
         self.whole: Whole | None = None     # the weight of codes whose first strand this is
 
     @property
