@@ -276,6 +276,11 @@ def test_parameters_that_are_not_of_one_streamed_model_are_refused() -> None:
     opt.param_groups[0]["params"].extend(two.parameters())
     with pytest.raises(mt.MegatrainError, match="several streamed models"):
         opt.step()
+    plain = plain_dots()
+    opt = mt.AdamW([*two.parameters(), *plain.parameters()], **HYPER)
+    feed_only(mt.stream(plain, device="cpu"), 0)             # streamed since
+    with pytest.raises(mt.MegatrainError, match="several streamed models"):
+        opt.step()
 
 
 # ---------------------------------------------------------------- micro-batches
@@ -729,6 +734,11 @@ def test_an_optimizer_may_be_made_before_its_model_is_streamed_and_not_step() ->
         feed(m, o, grads_for(m, 0))
     for p, q in zip(model.parameters(), other.parameters()):
         assert_same(p, q, "weight")
+    plain = plain_dots(BF16)
+    loads = mt.AdamW(plain.parameters(), states="8bit", **HYPER)
+    mt.stream(plain, device="cpu")
+    loads.load_state_dict(opt.state_dict())
+    assert mt.model.stream.runtime_of(plain).states == "8bit"
     with pytest.raises(mt.MegatrainError, match="cannot be loaded"):
         mt.AdamW(plain_dots(BF16).parameters()).load_state_dict(opt.state_dict())
 

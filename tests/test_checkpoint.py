@@ -621,8 +621,10 @@ def test_files_beside_a_checkpoints_own_stay_when_it_is_replaced(tmp_path: Path,
     mt.save(*pair, tmp_path / "c")
     (tmp_path / "c" / "tokenizer.json").write_text("{}")
     (tmp_path / "c" / "more").mkdir()
+    os.utime(tmp_path / "c", (1, 1))
     train(pair, 0, 1)
     mt.save(*pair, tmp_path / "c")
+    assert (tmp_path / "c").stat().st_mtime > 1, "it is new"
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
     assert {p.name for p in (tmp_path / "c").iterdir()} == {
         manifest.NAME, "model.safetensors", "more", "states.safetensors", "tokenizer.json", parts.TRAINING}

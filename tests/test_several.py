@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,7 +23,7 @@ from several import Job, Pool, alone, differences, loaded, memory, saved
 from torch import nn
 
 from megatrain_torch import MegatrainError
-from megatrain_torch.group import between
+from megatrain_torch.group import between, control
 from megatrain_torch.group.control import Waits, done
 from megatrain_torch.group.ranks import Ranks, give_back, shared
 from megatrain_torch.model.filling import _give_memory
@@ -395,6 +397,32 @@ def test_memory_that_the_device_cannot_reach_goes_through_a_buffer(monkeypatch: 
     assert all(beside) and len(beside) == 9
     assert group.log == [f"{way} {n}" for way in ("send", "recv") for n in (4, 4, 2)]
     assert not any(pieces._busy for pieces in ends)
+
+
+def test_a_long_wait_is_told_once_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which two others may begin at once: the second comes where the first has made its own and not started it."""
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        starts = ".start()" in source[frame.f_lineno - frame.f_code.co_firstlineno] if event == "line" else False
+        if starts:
+            sys.settrace(None)
+            control._look_out()
+        return trace if frame.f_code is control._look_out.__code__ else None
+
+    source, told, way = inspect.getsource(control._look_out).splitlines(), [], object.__new__(control.Control)
+    monkeypatch.setattr(control, "_lookout", threading.Thread())
+    monkeypatch.setattr(control, "_WARN_S", -1.0)
+    monkeypatch.setattr(control, "_warn_late", (over := Event()).wait)
+    way._warn = told.append
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with way.named("waits"):
+            control._tell_late()
+            control._tell_late()
+        assert told == ["waits"] and control._lookout.is_alive()
+    finally:
+        sys.settrace(before)
+        over.set()
 
 
 def test_bytes_are_on_their_way_before_they_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,6 +195,7 @@ def _carry_others(old: Path, new: Path) -> None:
     there = own | {p.name for p in new.iterdir()}
     shutil.copytree(old, new, symlinks=True, dirs_exist_ok=True,
                     ignore=lambda folder, names: there & {*names} if Path(folder) == old else ())
+    os.utime(new)                            # copytree gave it the old one's time, by which tools keep the newest
     for copy in new.rglob("*"):
         if not copy.is_symlink():            # a link has nothing of its own, and may lead nowhere
             sync(copy)

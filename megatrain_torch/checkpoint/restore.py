@@ -118,7 +118,7 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
     if rt.root() is not model:
         raise MegatrainError("load into the model that was given to mt.stream, not into a part of it")
     if isinstance(opt, AdamW):
-        opt._check_served()
+        opt._adopt()
     rt.finish_save()
     with as_one(rt.ranks):
         found = _Loading(rt, model, opt, Path(os.path.abspath(folder)))

@@ -206,9 +206,9 @@ class Control:
     def named(self, what: str) -> Iterator[None]:
         """An error of torch.distributed becomes one that says which process is gone, and what this one was doing; a
         long wait is told."""
+        _look_out()
         number = next(_numbers)
         _under_way[number] = time.monotonic() + _WARN_S, self._warn, self._told(what)
-        _look_out()
         try:
             yield
         except MegatrainError:
@@ -245,8 +245,8 @@ class Control:
 def _look_out() -> None:
     global _lookout
     if not _lookout.is_alive():              # nor after a fork
-        _lookout = threading.Thread(target=_warn_late, name="mt-late", daemon=True)
-        _lookout.start()
+        own = _lookout = threading.Thread(target=_warn_late, name="mt-late", daemon=True)
+        own.start()                          # not another thread's, which may be here too
 
 
 def _warn_late() -> None:

@@ -56,7 +56,8 @@ class Ranks:
             before = torch.cuda.mem_get_info(device)[0]
             with torch.cuda.device(device), self.control.named("connects to the others' GPUs"):
                 # Of more bytes NCCL opens more channels, which take memory then.
-                sent = torch.zeros(self.size * _CONNECT_BYTES, dtype=torch.uint8, device=device)
+                each = min(_CONNECT_BYTES, (1 << 29) // self.size)       # at most 1 GiB in all
+                sent = torch.zeros(self.size * each, dtype=torch.uint8, device=device)
                 dist.all_to_all_single(torch.empty_like(sent), sent, group=self.data)
                 del sent
         pairs = [*((self.rank, r) for r in self.hearers().values()), *((r, self.rank) for r in self.spoken_for())]

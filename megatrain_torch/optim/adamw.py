@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 REFUSED = ("amsgrad", "differentiable", "capturable")       # of torch's AdamW
 _NOT_STREAMED = "AdamW: it updates parameters of a streamed model"
+_SEVERAL = "AdamW: these are parameters of several streamed models: make an mt.AdamW for each"
 RESULTS_KEPT = 64       # of an engine's updates that may be unread before the oldest is asked for; it keeps 128
 
 
@@ -164,7 +165,8 @@ class AdamW(torch.optim.Optimizer):
         self._adopt()
 
     def _adopt(self) -> None:
-        """Parameters that came since the last look: by add_param_group, or into a group's list."""
+        """Parameters that came since the last look: by add_param_group, into a group's list, or by mt.stream."""
+        self._check_served()
         for group in self.param_groups:
             check_group(group)
         params = [p for group in self.param_groups for p in group["params"]]
@@ -175,7 +177,7 @@ class AdamW(torch.optim.Optimizer):
             raise ValueError("some parameters appear in more than one parameter group")
         runtimes = {p._mt.runtime for p in params if isinstance(p, StreamedParameter)}
         if len(runtimes | {self._served} - {None}) > 1:
-            raise MegatrainError("AdamW: these are parameters of several streamed models: make an mt.AdamW for each")
+            raise MegatrainError(_SEVERAL)
         for rt in runtimes:
             if self._states is not None:
                 rt.choose_states(self._states)
@@ -206,7 +208,6 @@ class AdamW(torch.optim.Optimizer):
         """
         _take_clipping()
         _check_limit(self.max_grad_norm, self._in_backward)
-        self._check_served()
         self._adopt()
         rt = self._served
         with contextlib.nullcontext() if rt is None else rt.door.held(in_backward()):    # another thread that evaluates
@@ -246,10 +247,9 @@ class AdamW(torch.optim.Optimizer):
             rt.core.kick(rt.stream())
             rt.homes.arrivals.stepped()
             rt.handover.unstepped = False
-        if rt is not None and rt.planning is not None:
-            rt.planning.stepped()
-        if rt is not None and rt.exchange is not None:
-            rt.exchange.stepped()
+        for who in () if rt is None else (rt.planning, rt.exchange):
+            if who is not None:
+                who.stepped()
         return loss
 
     def _hand(self, rt: Runtime, units: list[tuple[int, list[Work]]], limit: float) -> _Handed:
@@ -402,8 +402,9 @@ class AdamW(torch.optim.Optimizer):
 
     def _begin_state(self, p: StreamedParameter, record: Record, keep: bool = False) -> stored.StoreStates:
         """States over new planes, which are zero; keep: with the moments that are in them."""
+        if record.runtime is not self._served:               # streamed since the parameters were looked at
+            raise MegatrainError(_SEVERAL)
         record.runtime.states_chosen = True
-        self._served = record.runtime
         there = self.state.get(p)
         if isinstance(there, stored.StoreStates) and there.record is record:        # somebody may hold it
             there.clear()
@@ -528,7 +529,7 @@ class AdamW(torch.optim.Optimizer):
             MegatrainError: the state is of torch's AdamW(amsgrad=True), or of Adam's own decay; or its model was
                 unstreamed.
         """
-        self._check_served()
+        self._adopt()
         for group in state_dict["param_groups"]:
             check_group(group)
         if self._served is not None:
