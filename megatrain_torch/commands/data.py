@@ -32,7 +32,8 @@ T = TypeVar("T")
 EVERY_S = 10.0                       # between two lines that say how far reading is
 TOGETHER = 1000                      # records whose texts the tokenizer is given at once
 PASSAGE = 1 << 14                    # characters
-BORDERS = (re.compile(r"(?<=\w) (?=\w)"), re.compile(r"(?<=\S\n)(?=\S)"))        # of passages, better ones first
+# Borders of passages, better ones first.
+BORDERS = tuple(map(re.compile, (r"(?<=\w) (?=\w)", r"(?<=\S\n)(?=\S)", r"(?<=\S) (?=\S)")))
 AT_ONCE = 4                          # passages: the tokenizer takes them on threads
 # The fields that a record of a method other than sft has.
 NEEDED = {"dpo": ("chosen", "rejected"), "orpo": ("prompt", "chosen", "rejected"), "reward": ("chosen", "rejected"),
@@ -262,8 +263,9 @@ def _marked(chat: Chat, tokenizer: Any, special: bool = False) -> tuple[list[int
 
 # ---- long texts ----------------------------------------------------------------------------------
 # One call of a tokenizer takes 200 bytes a character: a long text is tokenized in passages, several at once. Each ends
-# before a space between words, else behind a line: no token has characters of both sides. Each is read with the
-# character before it, whose tokens are left out: the first word of a text may get a space that is not in the data.
+# before a space between words, else behind a line, else before another space: no token has characters of both sides.
+# Each is read with the character before it, whose tokens are left out: the first word of a text may get a space that is
+# not in the data.
 
 def ids_of(text: str, tokenizer: Any) -> np.ndarray:
     """[n] tokens of a long text, with its own beginning and end."""
