@@ -348,7 +348,14 @@ def mixed(found: list[Source], seed: int) -> list[Document]:
         return [d for source in found for d in source.documents]
     whole = sum(source.weight for source in found)
     most = min(source.tokens * whole / source.weight for source in found)
-    taken = [held_out(source.documents, 1 - most * source.weight / whole / source.tokens, seed)[0] for source in found]
+    taken = []
+    for source in found:
+        some, left = [], round(most * source.weight / whole)
+        for document in shuffled(source.documents, seed):
+            if left > 0 and (not document.whole or 2 * left >= len(document)):   # more than half of it is wanted
+                some.append(document if document.whole else document.cut(0, left))
+                left -= len(some[-1])
+        taken.append(some)
     tokens = [sum(map(len, some)) for some in taken]
     for source, own in zip(found, tokens):
         say(f"{source.name}: {own:,} of {source.tokens:,} tokens, {own / max(1, sum(tokens)):.0%} of the data")
@@ -370,8 +377,7 @@ def _about(source: Source) -> str:
         whole.update(d.ids.astype("<u4").tobytes() if len(d) < 1 << 20 else d.ids.data)
         if not d.trained.all():
             whole.update(d.trained.tobytes())
-    weight = "of weight None" if source.weight is None else f"of the weight {source.weight:g}"
-    return f"{source.tokens:,} tokens {weight} with the hash {whole.hexdigest()}"
+    return f"{source.tokens:,} tokens of weight {source.weight} with the hash {whole.hexdigest()}"
 
 
 def difference(then: dict[str, Any], now: dict[str, Any]) -> str:
