@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 from test_cli import (  # noqa: F401
@@ -175,6 +176,10 @@ def test_weights_are_shares_of_the_tokens(tmp_path: Path, capsys: pytest.Capture
     assert found["a"] == 990 and abs(found["b"] - 1980) <= 1 and abs(found["c"] - 990) <= 1
     assert "b.jsonl: 2,000 of 10,000 tokens, 50% of the data" in capsys.readouterr().out
     assert mixed(f"{a}:1", f"{b}:3") == mixed(f"{a}:0.25", f"{b}:0.75")
+    short, long = (data.Document(torch.zeros(n).numpy(), torch.ones(n).numpy() > 0, True) for n in (20, 4000))
+    found = [data.Source(name, 1.0, [short] * n + [long] * (n > 60)) for name, n in (("a", 60), ("b", 299))]
+    for seed in range(20):
+        assert len(data.mixed(found, seed)) == 120, "a long conversation ends no share"
 
 
 def test_a_path_may_have_colons(tmp_path: Path) -> None:

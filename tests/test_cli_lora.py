@@ -222,6 +222,9 @@ def test_a_run_is_evaluated_written_with_and_exported(run: tuple[Path, Batches],
     assert said[0] == said[1] and said[0].startswith("ROMEO:")
 
     assert megatrain("export", out / "checkpoint-2", tmp_path / "earlier", "--merged") == 0
+    assert "in bfloat16, read anew; it was trained over fp8 codes" in capsys.readouterr().out
+    assert megatrain("eval", out / "checkpoint-4", toy / "my.txt") == 0, "over codes, in the run's rows"
+    assert float(capsys.readouterr().out.split()[1]) == loss
     assert megatrain("export", out, tmp_path / "adapter") == 0
     assert f"goes over {toy}; --merged" in capsys.readouterr().out
     plain = transformers.AutoModelForCausalLM.from_pretrained(toy, dtype=torch.bfloat16)

@@ -89,7 +89,7 @@ def fast(make: Callable[[], Tokenizer]) -> Any:
 def text_of(kind: str) -> str:
     rng = random.Random(3)
     return {"prose": TEXT[100_000:140_000], "strange": STRANGE * 250,
-            "one line": TEXT[:90_000].replace("\n", " "),
+            "one line": TEXT[:90_000].replace("\n", " "), "marks": " -- ".join(f"({word})" for word in TEXT[:40_000].split()),
             "no spaces": ("日本語テキスト" * 12 + "\n") * 600, "spaces": "".join(" " * 1500 + word + "\n" * 900 for word in TEXT[:300].split()),
             "no border": "".join(rng.choice("abcdefgh") for _ in range(80_000)),
             "runs": "".join(rng.choice("ab \n") * rng.randint(1, 30) for _ in range(6000))}[kind]
@@ -99,7 +99,7 @@ def text_of(kind: str) -> str:
 def test_a_text_in_pieces_has_the_tokens_of_one_call(make: Callable[[], Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = fast(make)
     monkeypatch.setattr(data, "PASSAGE", 1 << 12)                    # many of them
-    for kind in ("prose", "strange", "one line", *["no spaces"] * (make is not gpt2)):   # it puts a space before lines too
+    for kind in ("prose", "strange", "one line", "marks", *["no spaces"] * (make is not gpt2)):   # it puts a space before lines too
         text = text_of(kind)
         found = data.ids_of(text, tokenizer)
         assert found.tolist() == tokenizer(text, verbose=False)["input_ids"], kind

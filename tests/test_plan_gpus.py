@@ -301,7 +301,8 @@ def test_the_command_plans_for_several(command: Callable) -> None:
     assert (found["gpus"], found["machines"]) == (2, 1)
     status, _, said = command(*PLAN, "--gpus", "2", "--host", "3GiB")
     assert status == 1 and "lacks" in said
-    assert command(*PLAN, "--gpus", "0")[::2] == (1, "megatrain: --gpus 0: a whole number, at least 1, is needed\n")
+    for flag in ("--gpus", "--machines"):
+        assert command(*PLAN, flag, "0")[::2] == (1, f"megatrain: {flag} 0: a whole number, at least 1, is needed\n")
 
 
 # ---- measuring -----------------------------------------------------------------------------------

@@ -32,7 +32,8 @@ T = TypeVar("T")
 EVERY_S = 10.0                       # between two lines that say how far reading is
 TOGETHER = 1000                      # records whose texts the tokenizer is given at once
 PASSAGE = 1 << 14                    # characters
-BORDERS = (re.compile(r"(?<=\w) (?=\w)"), re.compile(r"(?<=\S\n)(?=\S)"))        # of passages, better ones first
+# Borders of passages, better ones first.
+BORDERS = tuple(map(re.compile, (r"(?<=\w) (?=\w)", r"(?<=\S\n)(?=\S)", r"(?<=\S) (?=\S)")))
 AT_ONCE = 4                          # passages: the tokenizer takes them on threads
 # The fields that a record of a method other than sft has.
 NEEDED = {"dpo": ("chosen", "rejected"), "orpo": ("prompt", "chosen", "rejected"), "reward": ("chosen", "rejected"),
@@ -262,8 +263,9 @@ def _marked(chat: Chat, tokenizer: Any, special: bool = False) -> tuple[list[int
 
 # ---- long texts ----------------------------------------------------------------------------------
 # One call of a tokenizer takes 200 bytes a character: a long text is tokenized in passages, several at once. Each ends
-# before a space between words, else behind a line: no token has characters of both sides. Each is read with the
-# character before it, whose tokens are left out: the first word of a text may get a space that is not in the data.
+# before a space between words, else behind a line, else before another space: no token has characters of both sides.
+# Each is read with the character before it, whose tokens are left out: the first word of a text may get a space that is
+# not in the data.
 
 def ids_of(text: str, tokenizer: Any) -> np.ndarray:
     """[n] tokens of a long text, with its own beginning and end."""
@@ -346,7 +348,14 @@ def mixed(found: list[Source], seed: int) -> list[Document]:
         return [d for source in found for d in source.documents]
     whole = sum(source.weight for source in found)
     most = min(source.tokens * whole / source.weight for source in found)
-    taken = [held_out(source.documents, 1 - most * source.weight / whole / source.tokens, seed)[0] for source in found]
+    taken = []
+    for source in found:
+        some, left = [], round(most * source.weight / whole)
+        for document in shuffled(source.documents, seed):
+            if left > 0 and (not document.whole or 2 * left >= len(document)):   # more than half of it is wanted
+                some.append(document if document.whole else document.cut(0, left))
+                left -= len(some[-1])
+        taken.append(some)
     tokens = [sum(map(len, some)) for some in taken]
     for source, own in zip(found, tokens):
         say(f"{source.name}: {own:,} of {source.tokens:,} tokens, {own / max(1, sum(tokens)):.0%} of the data")
@@ -368,8 +377,7 @@ def _about(source: Source) -> str:
         whole.update(d.ids.astype("<u4").tobytes() if len(d) < 1 << 20 else d.ids.data)
         if not d.trained.all():
             whole.update(d.trained.tobytes())
-    weight = "of weight None" if source.weight is None else f"of the weight {source.weight:g}"
-    return f"{source.tokens:,} tokens {weight} with the hash {whole.hexdigest()}"
+    return f"{source.tokens:,} tokens of weight {source.weight} with the hash {whole.hexdigest()}"
 
 
 def difference(then: dict[str, Any], now: dict[str, Any]) -> str:

@@ -237,8 +237,15 @@ def settings_of(run: Path) -> Settings:
     return Settings.of(read_yaml(run / CONFIG), str(run / CONFIG))
 
 
+def above(name: str) -> Path:
+    """RUN, of RUN and of RUN/checkpoint-N."""
+    path = Path(name)
+    return path.parent if step_of(path.name) >= 0 else path
+
+
 def run_of(name: str) -> Settings | None:
-    return settings_of(Path(name)) if (Path(name) / MARKER).is_file() else None
+    run = above(name)
+    return settings_of(run) if (run / MARKER).is_file() else None
 
 
 def write_yaml(path: Path, settings: Settings) -> None:

@@ -44,10 +44,11 @@ class Source:
 
 
 def source_of(name: str) -> Source:
-    """Of a run its model, or its last checkpoint before there is one; anything else as it is."""
+    """Of a run its model, or its last checkpoint before there is one, or the one that is named; all else as it is."""
     run = Path(name)
     if settings := folder.run_of(name):
-        at = run / folder.FINAL if folder.is_finished(run) else folder.last_checkpoint(run)
+        named = run != folder.above(name)
+        at = run if named else run / folder.FINAL if folder.is_finished(run) else folder.last_checkpoint(run)
         if settings.lora is None:
             return Source(str(at), str(at))
         return Source(beneath(settings), str(at), at, settings.base, settings.dtype)

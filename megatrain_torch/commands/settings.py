@@ -438,7 +438,7 @@ class Flags:
         """An exception's message: tokens=1000 becomes --tokens 1000. A machine's name has a grammar of its own."""
         if found := getattr(why, "refusal", None):
             return found.text(self)
-        if (text := str(why)).startswith("machine"):
+        if (text := str(why)).startswith(("machine ", "machine:")):
             return re.sub("^machine:? ", "--machine ", text)
 
         def flag(m: re.Match[str]) -> str:

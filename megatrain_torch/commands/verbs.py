@@ -97,7 +97,7 @@ def generate(args: argparse.Namespace) -> None:
     tokenizer, config = models.load_tokenizer(source.words), models.load_config(source.model)
     chat = args.chat
     if chat is None:                                 # as a run was trained
-        chat = bool(tokenizer.chat_template and folder.Owned(Path(args.model)).data.get("chat"))
+        chat = bool(tokenizer.chat_template and folder.Owned(folder.above(args.model)).data.get("chat"))
     if chat and not tokenizer.chat_template:
         raise MegatrainError("--chat: the model's tokenizer has no chat template; without --chat the prompt is taken "
                              "as it is")

@@ -80,6 +80,9 @@ class AdamW(torch.optim.Optimizer):
 
     All parameters that train are those of one streamed model; another optimizer takes others, such as torch's.
 
+    A step whose gradients are not all finite changes nothing and is counted (`skipped_steps`); with in_backward that
+    goes for each unit.
+
     Args:
         params: as in torch: parameters, (name, parameter) pairs, or groups.
         lr, betas, eps, weight_decay, maximize: as in torch.optim.AdamW.
@@ -93,9 +96,6 @@ class AdamW(torch.optim.Optimizer):
         in_backward: update each unit as soon as backward has its gradient, without waiting for
             step(). A promise that every backward() is followed by step() and that nobody changes
             gradients or `param_groups` in between; needs max_grad_norm=None.
-
-    A step whose gradients are not all finite changes nothing and is counted (`skipped_steps`); with in_backward that
-    goes for each unit.
 
     Raises:
         MegatrainError: an argument is outside its range. An option of torch's AdamW is not supported here

@@ -993,6 +993,25 @@ TEST(units_that_go_through_do_not_wait_for_the_hosts)
     the_device_does_not_wait_for_the_host(0, 1u << (UNITS - 1));
 }
 
+/* What comes down overwrites the weights that a fetch may still be reading. */
+TEST(a_unit_that_goes_through_waits_for_copies_of_its_weights)
+{
+    relay         r = { 0 };
+    mt_update_job job = { .unit = 1, .n_params = TOY_PARAMS, .params = all_params,
+                          .gradient = relay_gradient, .compute = compute_update, .arg = &r };
+    uint64_t      ticket, version;
+
+    ENGINE(e, .seed = 1, .through = 2);
+    put_values(&e, ones);
+    CHECK_OK(mt_ledger_fetch_begin(e.t.store, 1, &version));     /* a mover about to copy */
+    CHECK_OK(mt_update_submit(e.u, &job, 1, 1.0, e.t.run, &ticket));
+    sleep_ms(20);
+    CHECK_EQ(atomic_load(&r.put), 0);
+    CHECK_OK(mt_ledger_fetching(e.t.store, 1, e.t.run));
+    CHECK_OK(mt_update_drain(e.u));
+    CHECK_EQ(atomic_load(&r.put), 1);
+}
+
 static mt_status gradient_fails(void *arg, int param, const void **at, mt_plane *plane)
 {
     return MT_FAIL(MT_EDEVICE, "no gradient");

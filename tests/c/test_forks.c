@@ -54,6 +54,28 @@ TEST(arenas_are_not_in_a_child_and_their_addresses_are_taken)
     mt_arena_close(&reserved);
 }
 
+/* The descriptor's number is another's by then: closing it again must not close that. */
+static int has_none(void *arg)
+{
+    int fd = *(int *)arg, other;
+
+    if (fcntl(fd, F_GETFD) != -1)
+        return 1;
+    other = open("/dev/null", O_RDONLY);
+    mt_forks_close(fd);
+    return other != fd || fcntl(other, F_GETFD) == -1 ? 2 : 0;
+}
+
+TEST(a_parents_file_is_not_in_a_child_nor_closed_there_again)
+{
+    int fd = mt_forks_open("/dev/null", O_RDONLY | O_CLOEXEC, 0);
+
+    REQUIRE(fd >= 0);
+    CHECK_EQ(child(has_none, &fd), 0);
+    CHECK(fcntl(fd, F_GETFD) != -1);
+    mt_forks_close(fd);
+}
+
 static void *makes_arenas(void *stop)
 {
     while (!atomic_load((atomic_int *)stop)) {

@@ -232,6 +232,23 @@ TEST(a_wait_for_weights_is_in_no_record)
     r.d->ops->event_close(there);
 }
 
+/* A backward that raised leaves its window open; the next step's windows are not inside it. */
+TEST(a_step_closes_what_failures_left_open)
+{
+    RIG(r, 0, FAULT_ONCE);
+    CHECK_OK(mt_timeline_on(r.t, 1));
+    for (int deep = 0; deep < 40; deep++)                /* deeper than it counts */
+        mt_timeline_enter(r.t, MT_WORK_BACKWARD, 1, r.a);
+    mt_timeline_step(r.t, 9, r.a);
+    CHECK_OK(r.d->ops->sync(r.a));
+    (void)mt_timeline_read(r.t, r.got, ALL);
+    mt_timeline_enter(r.t, MT_WORK_FORWARD, 2, r.a);
+    mt_timeline_leave(r.t, r.a);
+    CHECK_OK(r.d->ops->sync(r.a));
+    REQUIRE(mt_timeline_read(r.t, r.got, ALL) == 1);
+    expect(&r.got[0], MT_WORK_FORWARD, 2);
+}
+
 /* ---- failures and threads --------------------------------------------------------------- */
 
 static void use(rig *r)
