@@ -11,6 +11,7 @@ import copy
 import functools
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -564,6 +565,20 @@ def test_logits_after_the_step_are_refused() -> None:
             read()
     assert repr(out.logits) == "DeferredLogits([2, 12, 128], torch.float32, never made)"
     assert torch.equal(kept.logits.detach(), seen), "logits made before the step keep their values"
+
+
+def test_what_logits_are_made_of_is_given_back_when_the_weights_have_moved_on() -> None:
+    """A loop's variable names the last step's output until the next forward is over, its loss included."""
+    model = streamed(llama())
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    out = outputs(model)
+    hidden = weakref.ref(out.logits._logits.hidden)
+    out.loss.backward()
+    held = outputs(model)
+    assert hidden() is not None, "the same weights: it can still be read"
+    opt.step()
+    later = outputs(model)
+    assert hidden() is None and held.logits._logits.hidden is None and later.logits._logits.hidden is not None
 
 
 def test_logits_whose_input_was_changed_are_refused() -> None:

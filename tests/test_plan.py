@@ -429,6 +429,7 @@ def test_updates_pass_through_the_device_where_a_host_has_few_cores(monkeypatch:
     asked["machine"] = dataclasses.replace(FLAT, adam_gparams=((1, 0.2),))
     best, whole = mt.plan(small(12), **asked), mt.plan(small(12), **asked, homes="through")
     early = mt.plan(small(12), **asked, homes="through", grads="none")
+    assert set(mt.plan(small(12), **asked, homes={}).homes.values()) == {"ram"}, "what it leaves out is there"
     monkeypatch.setattr(mt.Machine, "through_rate", lambda self, states, alone: 0.0)
     host = mt.plan(small(12), **asked)
     homes = list(best.homes.values())

@@ -91,6 +91,7 @@ class Head:
         self._window = weakref.ref(window)   # weakly: the window holds this
         self.by_param = {id(r.param): r for r in window.records}
         self.declined = ""
+        self.calls: weakref.WeakSet[Logits] = weakref.WeakSet()
 
     @property
     def window(self) -> Window:
@@ -106,7 +107,12 @@ class Head:
             # A loss of the user's may be compiled, and this is not for it to trace.
             DeferredLogits.above = staticmethod(torch._dynamo.disable(DeferredLogits.above))
             DeferredLogits.traced = False
-        return Defer.apply(Logits(self, hidden), hidden, *self.window.params)
+        logits = Logits(self, hidden)
+        for earlier in self.calls:               # an output that a loop's variable still names, most often
+            if earlier.versions != logits.versions:
+                earlier.hidden = None
+        self.calls.add(logits)
+        return Defer.apply(logits, hidden, *self.window.params)
 
     def _why_not(self, hidden: Any) -> str:
         m = self.window.module
@@ -173,7 +179,7 @@ class Logits:
     """One call of the head: what its output is made from, if it must be.
 
     Attributes:
-        hidden: [..., H], with its history.
+        hidden: [..., H], with its history; None once the weights have moved on, since then nothing can be made of it.
         weight, bias: the head's at the call. The module may be another before its logits are made, or backward.
         value: the output [..., V], once it was made; without history.
         fused: a loss was computed without making it.
@@ -185,7 +191,7 @@ class Logits:
 
     def __init__(self, head: Head, hidden: Tensor) -> None:
         self.head, self.device, self.rows = head, hidden.device, hidden.shape[:-1].numel()
-        self.hidden = hidden
+        self.hidden: Tensor | None = hidden
         self.window = head.window            # logits may be read when the model is gone
         self.weight, self.bias = head.weight, head.bias
         self.hidden_version, self.versions = hidden._version, head.window.versions()

@@ -24,12 +24,12 @@ from torch import distributed as dist
 from ..base.errors import MegatrainError
 from .control import PATIENCE, Control
 
-_CONNECT_BYTES = 16 << 20    # to each rank
 _LAUNCHER_S = 1.0            # from one look for the launcher to the next
 _watching = threading.Lock() # taken for good by the first
 
 
 class Ranks:
+    first_bytes = 16 << 20       # to each rank: of more bytes NCCL opens more channels, which take memory then
     taken = 0                    # bytes of the device that NCCL took for this process, by whichever ranks asked first
 
     def __init__(self, data: dist.ProcessGroup, patience: timedelta = PATIENCE) -> None:
@@ -55,8 +55,7 @@ class Ranks:
             torch.cuda.empty_cache()
             before = torch.cuda.mem_get_info(device)[0]
             with torch.cuda.device(device), self.control.named("connects to the others' GPUs"):
-                # Of more bytes NCCL opens more channels, which take memory then.
-                each = min(_CONNECT_BYTES, (1 << 29) // self.size)       # at most 1 GiB in all
+                each = min(self.first_bytes, (1 << 29) // self.size)         # at most 1 GiB in all
                 sent = torch.zeros(self.size * each, dtype=torch.uint8, device=device)
                 dist.all_to_all_single(torch.empty_like(sent), sent, group=self.data)
                 del sent

@@ -96,8 +96,8 @@ class Refusal:
             parts.append("Adapters (LoRA) on frozen weights have next to no states and no gradients: the weights take "
                          f"{show_bytes(self.frozen)} of host memory.")
         if not (ways or words or self.frozen):
-            parts.append("What would fit: nothing less than both more device and more host memory, or fewer "
-                         "parameters.")
+            parts.append("What would fit: nothing less than both more device and more host memory, fewer parameters, "
+                         "or shorter sequences beside another change.")
         changed = [item for changes in (*(way.changes for way in ways), *alone) for item in changes.items()]
         meanings = [f"{say(dict([key]))}: {what}" for key, what in MEANINGS.items() if key in changed]
         return "\n\n".join(parts + ["\n".join(meanings)] * bool(meanings))

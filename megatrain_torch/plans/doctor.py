@@ -35,10 +35,11 @@ from ..base.limits import cpus, device_taken, host_limits, resident_bytes
 from ..base.modes import FORMATS, LEAST_CAPABILITY, LOW_BYTES, moved_bytes
 from ..figures.report import as_text
 from ..fused.templates.attention import Attention
+from ..group.ranks import Ranks
 from ..store.disk import Disk
 from .cards import MEASURED
 from .machine import Machine, describe, store_path
-from .tally import ADDED_BYTES, host_rate
+from .tally import ADDED_BYTES, MORE_BYTES, host_rate
 
 MIB = 2**20
 ISAS = _core.build_info()["isas"]           # by number, as adam_step takes them: each needs those before it
@@ -381,15 +382,18 @@ def linked(machine: Machine, rates: dict[str, float]) -> Machine:
 
 
 def _communicators(device: torch.device, gpus: int, together: Callable[[], None]) -> int:
-    """Bytes of the device that the first collectives take."""
+    """Bytes of the device that the first collectives take, less what plans add for more than two GPUs."""
     if device.type != "cuda":
         together()
         return 0
-    before, x = torch.cuda.mem_get_info(device)[0], torch.zeros(gpus, device=device)
+    before = torch.cuda.mem_get_info(device)[0]
     together()
+    x = torch.zeros(gpus * Ranks.first_bytes, dtype=torch.uint8, device=device)
     dist.all_to_all_single(torch.empty_like(x), x)
+    del x
     torch.cuda.synchronize(device)
-    return max(before - torch.cuda.mem_get_info(device)[0], 0)
+    torch.cuda.empty_cache()
+    return max(before - torch.cuda.mem_get_info(device)[0] - MORE_BYTES * (gpus > 2), 0)
 
 
 def main(device_type: str, rates: Path) -> None:

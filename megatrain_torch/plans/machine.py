@@ -86,7 +86,8 @@ class Machine:
             other, and use those to the host. lost_gbps: an exchange delays the compute beside it by the seconds that
             its bytes take at this rate.
         network_gbps: what leaves a machine for others; benchmarks/bench_between.py measures it.
-        communicator_bytes: of the device, what NCCL's communicators take of each of several processes.
+        communicator_bytes: of the device, what NCCL's communicators take of each of two processes; plans count more of
+            more.
         one_memory: device and host share one memory. vram_bytes and host_bytes are parts of it, which a plan takes as
             they are; "gb10,vram=90GiB,host=28GiB" divides it in another way.
         versions: of torch, CUDA and this package, where measured.
@@ -395,7 +396,7 @@ def describe(m: Machine) -> list[tuple[str, str]]:
         (f"AdamW, {threads} thread" + "s" * (threads > 1), f"{adam:.4g} G parameters/s"),
         *([("AdamW beside copies both ways", f"{m.beside_gparams:.4g} G parameters/s")] if m.beside_gparams else []),
         ("with moments of 8 bits", f"{m.adam_rate(states='8bit') / 1e9:.4g} G parameters/s{guess}"),
-        ("a micro-batch's gradients added", f"{m.add_gparams:.4g} G gradients/s"),
+        ("a micro-batch's gradients added", f"{m.add_gparams:.4g} G gradients/s, from AdamW's rate"),
         ("AdamW on the device", f"{m.device_adam_gparams:.4g} G parameters/s"),
         ("one torch operation", f"{m.launch_us:.4g} us of host time"),
         ("to each of several GPUs at once", f"{m.whole_gbps:.4g} GB/s" if m.whole_gbps else "as alone: not measured"),

@@ -199,7 +199,7 @@ class Problem:
         base, several = self._coded(self._homes()), sorted({k > 1 for k in self.micro_counts})
         lack = np.stack([self._host(base, 1 + some) - m.host_bytes for some in several], 1)
         # Updates go through the device where that is faster. Of several GPUs nothing of it was measured.
-        faster = not asked and w.grads == "ram" and self.through_rate > 0 and w.fleet.alone
+        faster = asked is None and w.grads == "ram" and self.through_rate > 0 and w.fleet.alone
         fixed = w.nvme is None or asked == "through" or isinstance(asked, dict)
         homes, some = _core.search_homes(SimpleNamespace(
             n_base=len(base), base=base.tobytes(), lack=array("q", lack.ravel().tolist()), several=array("q", several),
