@@ -146,7 +146,7 @@ class Owned:
             path.unlink(missing_ok=True)
         elif others:
             say(f"{path} goes, but for {others[0]}, which this run did not make")
-            for file in {*files_of(path)} - {*others}:
+            for file in sorted({*files_of(path)} - {*others}, key=lambda file: file != WHOLE):
                 (path / file).unlink()
         else:
             (path / WHOLE).unlink(missing_ok=True)

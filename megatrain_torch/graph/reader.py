@@ -304,7 +304,7 @@ def read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Callable[[G
         for symbols in (True, False):
             try:
                 return _read(scope, modules, judge, put, symbols)
-            except _Refused as error:
+            except Unreadable as error:      # its traceback holds all that dynamo has made
                 why = str(error)
             if _SYMBOL not in why:           # else it is read as the code of this one layer
                 break
@@ -320,10 +320,6 @@ def read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Callable[[G
 
 
 _SYMBOL = "SymNodeVariable"      # dynamo's own error where code compares a number of a layer, its symbol
-
-
-class _Refused(Exception):
-    """By dynamo; its traceback holds all that dynamo has made."""
 
 
 def _read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Any, put: Sequence[object], symbols: bool
@@ -365,7 +361,7 @@ def _read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Any, put: 
                               guard_filter_fn=functools.partial(_kept, put, kinds, found.writes))
             found.guard_by(made.guard_manager, graph, set(ran), kinds)
         except Exception as error:           # dynamo's own, and whatever the user's code raises while it is followed
-            raise _Refused(_first_line(error)) from error
+            raise Unreadable(_first_line(error)) from error
         finally:
             for node in [n for graph in graphs for n in graph.module.graph.nodes]:
                 node.meta.clear()            # cycles by way of C that no collector sees

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from queue import Empty, SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -180,7 +181,7 @@ class Between:
         if not isinstance(data, tuple):
             return torch.from_numpy(data)
         if self._device.type == "cuda":
-            return torch.as_tensor(OnDevice(*data), device=self._device)
+            return on_device(*data, self._device)
         return torch.frombuffer((ctypes.c_uint8 * data[1]).from_address(data[0]), dtype=torch.uint8)
 
     def _has_come(self, rank: int, parcel: bytes) -> None:
@@ -196,11 +197,10 @@ class Between:
             time.sleep(random.random() * self._delay_us * 1e-6)
 
 
-class OnDevice:
-    """Memory that kernels reach: of the device, or of the host, which the driver has locked, at the same address."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+def on_device(address: int, nbytes: int, device: torch.device) -> Tensor:
+    """[nbytes] uint8, over memory that kernels reach: of the device, or locked memory of the host, at its address."""
+    there = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=there), device=device)
 
 
 class Pieces:
@@ -288,8 +288,7 @@ class Pieces:
         """What works are given for it."""
         if self._stream is None or piece.is_cuda:
             return piece
-        return torch.as_tensor(OnDevice(piece.data_ptr(), len(piece)), device=self._device) if direct \
-            else self._buffer[:len(piece)]
+        return on_device(piece.data_ptr(), len(piece), self._device) if direct else self._buffer[:len(piece)]
 
     def _asks(self) -> list[Any]:
         """Where works go. It is there before a group is asked, which may refuse: those before it are waited for."""

@@ -141,11 +141,9 @@ def _form(value: Any) -> Pass | None:
 # ---- plans ----
 
 class Refused(MegatrainError):
-    """mt.plan refused; nothing was changed."""
+    """mt.plan refused, or, if `unreadable`, cannot read the model; nothing was changed."""
 
-
-class Unreadable(MegatrainError):
-    """The model is one that plans cannot read; nothing was changed."""
+    unreadable = False
 
 
 # Where units are to be, as mt.plan takes it: homes, slots, experts, delivery.
@@ -235,11 +233,12 @@ class Planning:
             return
         try:
             self._plan_for(found)
-        except Unreadable as error:
-            self._stuck, self.why = True, f"no plan: {error}"
-            warnings.warn(f"{self.why}; layers run again in backward, and all weights stream", stacklevel=2)
         except Refused as error:
-            self._refuse(error, before)
+            if error.unreadable:
+                self._stuck, self.why = True, f"no plan: {error}"
+                warnings.warn(f"{self.why}; layers run again in backward, and all weights stream", stacklevel=2)
+            else:
+                self._refuse(error, before)
         except BaseException:
             self._seen = before                  # this pass does not begin
             raise
@@ -309,7 +308,7 @@ class Planning:
                 if all(ranks.gather(plan is not None)):
                     self._agreed, self._looks, self._steps = True, list(LOOKS), 0
                     return plan
-        except (Refused, Unreadable):
+        except Refused:
             raise
         except MegatrainError as error:
             raise Refused(str(error)) from error
@@ -401,7 +400,7 @@ class Planning:
     def _ask(self, batch: Pass, where: Where | None = None) -> Plan:
         """A plan for steps of passes like this. where: None: units wherever they are best, or in host memory, for an
         optimizer that is not mt.AdamW. mt.plan reads modules and may run a router's copy: as outside of the forward
-        that asks, and of its autocast. Raises Refused: nothing fits. Unreadable."""
+        that asks, and of its autocast. Raises Refused."""
         rt = self.runtime
         homes, slots, experts, delivery = where or (None if self.adam else "ram", None, None, None)
         if delivery is None:                     # one for all processes, as they have agreed; or they are about to
@@ -422,12 +421,14 @@ class Planning:
         except MegatrainError as error:
             raise Refused(str(error)) from error
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise Unreadable(f"mt.plan cannot read the model ({type(error).__name__}: {error})") from error
+            refused = Refused(f"mt.plan cannot read the model ({type(error).__name__}: {error})")
+            refused.unreadable = True
+            raise refused from error
         return self._as_before(found)
 
     def _may(self, batch: Pass, where: Where | None = None) -> Plan | None:
         """None: it does not fit."""
-        with contextlib.suppress(Refused, Unreadable):
+        with contextlib.suppress(Refused):
             return self._ask(batch, where)
         return None
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -54,13 +54,9 @@ def _check_limit(max_grad_norm: float | None, in_backward: bool) -> None:
         raise MegatrainError("AdamW: in_backward=True cannot clip: the norm is known only when backward ends")
 
 
-class _Handed(NamedTuple):
-    """Updates handed to the engine."""
-
-    steps: list[Tensor]         # counts that took this update for done; of a skipped one they are taken back
-    result: Callable[[], tuple[float, int]]     # norm before clipping, units skipped; waits for the gradients
-
-
+# Updates handed to the engine: counts that took them for done, of skipped ones they are taken back; and what waits for
+# the gradients and gives (norm before clipping, units skipped).
+Handed = tuple[list[Tensor], Callable[[], tuple[float, int]]]
 # What is asked of an engine for one parameter: its record, its step count, and the item as Engine.adam takes it.
 Work = tuple[Record, Tensor, tuple[Any, ...]]
 
@@ -126,8 +122,8 @@ class AdamW(torch.optim.Optimizer):
         _check_limit(max_grad_norm, in_backward)
         self.max_grad_norm = max_grad_norm
         self._in_backward = in_backward
-        self._handed: list[_Handed] = []                   # by the last step; taken by _catch_up
-        self._early: list[_Handed] = []                    # by the backward under way, for the next step
+        self._handed: list[Handed] = []                   # by the last step; taken by _catch_up
+        self._early: list[Handed] = []                    # by the backward under way, for the next step
         # Updated in the backward under way: what a parameter's group said then, by its pid.
         self._done: dict[int, tuple[float, ...]] = {}
         self._norm: float | None = None
@@ -252,7 +248,7 @@ class AdamW(torch.optim.Optimizer):
                 who.stepped()
         return loss
 
-    def _hand(self, rt: Runtime, units: list[tuple[int, list[Work]]], limit: float) -> _Handed:
+    def _hand(self, rt: Runtime, units: list[tuple[int, list[Work]]], limit: float) -> Handed:
         """Submits updates; from here on they count as steps."""
         for u, _ in units:
             if u in rt.homes.filed:                # what is updated there is not what was written here
@@ -268,7 +264,7 @@ class AdamW(torch.optim.Optimizer):
             r.version = r.host._version
         with torch._C.DisableTorchFunctionSubclass():        # counts without a look at what becomes of the updates
             torch._foreach_add_(steps, 1)
-        return _Handed(steps, functools.cache(functools.partial(rt.core.norm, ticket)))
+        return steps, functools.cache(functools.partial(rt.core.norm, ticket))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. With set_to_none waits for nothing but a norm that was asked for and not stepped with; else for
@@ -299,17 +295,17 @@ class AdamW(torch.optim.Optimizer):
         self._check_served()
         handed = self._handed
         try:
-            results = [h.result() for h in handed]           # waits: an interruption leaves all as it is
+            results = [result() for _, result in handed]           # waits: an interruption leaves all as it is
         except Exception:
             self._handed = []
             raise
         self._handed = []
         if self._norm is None:
             self._norm = math.hypot(*(norm for norm, _ in results))
-        skipped = [h for h, (_, skips) in zip(handed, results) if skips]
+        skipped = [step for (steps, _), (_, skips) in zip(handed, results) if skips for step in steps]
         if skipped:
             with torch._C.DisableTorchFunctionSubclass():
-                torch._foreach_sub_([step for h in skipped for step in h.steps], 1)
+                torch._foreach_sub_(skipped, 1)
             self._skipped += 1
 
     def _check_served(self) -> None:
@@ -351,7 +347,7 @@ class AdamW(torch.optim.Optimizer):
         def find() -> float:
             if self._steps == steps:           # before any step: of what was updated in backward, else on the host
                 if self._early:
-                    return math.hypot(*(h.result()[0] for h in self._early))
+                    return math.hypot(*(result()[0] for _, result in self._early))
                 params = (p for g in self.param_groups for p in g["params"])         # waits for their gradients
                 grads = [gradient.peek(p._mt) if isinstance(p, StreamedParameter) else p.grad for p in params]
                 return math.hypot(*(torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in grads
@@ -457,7 +453,7 @@ class AdamW(torch.optim.Optimizer):
             return
         self._early.append(self._hand(records[0].runtime, [(unit, works)], 0.0))
         if len(self._early) > RESULTS_KEPT:
-            self._early[-RESULTS_KEPT - 1].result()
+            self._early[-RESULTS_KEPT - 1][1]()
         for record, _, _ in works:
             self._done[record.pid] = _numbers(groups[record.param])
 
