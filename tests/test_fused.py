@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 import megatrain_torch as mt
 from megatrain_torch import ops
-from megatrain_torch.fused.templates import attention_half
+from megatrain_torch.fused.templates import attention_half, decoder
+from megatrain_torch.fused.templates.decoder import GatedMLP
 
 SLIDING = dict(sliding_window=6)             # of rows of 12 tokens
 GEMMA = dict(head_dim=8, query_pre_attn_scalar=8, **SLIDING)
@@ -595,3 +596,58 @@ def test_a_template_that_fails_is_refused_and_the_model_still_trains(monkeypatch
     run = fused(LLAMA, padded)
     none_fused(run.codes, "the template fails: no such kernel")
     fusing.agree(fusing.truth(LLAMA, padded), run)
+
+
+# ---- gate and up in tiles of rows: as without, but for the order in which weight gradients are summed ----
+
+ROWS = 8                                     # of 24 tokens
+
+
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tiles of so few rows; yields the rows of each forward and backward."""
+    seen: list[int] = []
+    monkeypatch.setattr(decoder, "TILE_BYTES", 0)
+    monkeypatch.setattr(decoder, "LEAST_ROWS", ROWS)
+    for name in ("_forward", "_backward"):
+        own = getattr(GatedMLP, name)
+        monkeypatch.setattr(GatedMLP, name, lambda self, *args, own=own: (seen.append(args[0].shape[0]), own(self, *args))[1])
+    return seen
+
+
+@pytest.mark.parametrize("family, keep", [
+    ("llama_biases", "replay"), pytest.param("llama_biases", "selective", marks=parity.LONG), ("gemma2", "selective"),
+    pytest.param("olmo2", "replay", marks=parity.LONG), ("olmo2", "attention"),
+    *(pytest.param(*case, marks=parity.LONG) for case in (("granite", "selective"), ("phi3", "attention+host")))])
+def test_a_layer_in_tiles_trains_as_plain_torch(family: str, keep: str, tiles: list[int]) -> None:
+    """fusing.TOLERANCE: sums over 24 tokens in three parts, each rounded as torch rounds its own."""
+    run = fusing.fused(FAMILIES[family], padded, keep)
+    fusing.all_fused(run.codes)
+    fusing.agree(fusing.truth(FAMILIES[family], padded), run)
+    assert set(tiles[-30:]) == {ROWS}
+
+
+def test_what_is_kept_whole_is_made_whole(tiles: list[int]) -> None:
+    fusing.fused(FAMILIES["llama"], padded, "saved")
+    assert ROWS not in tiles[-4:]
+
+
+def test_in_bf16_tiles_are_no_further_from_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums in fp32, rounded once: a gradient in tiles is as near as one product."""
+    def grads(dtype: torch.dtype, keep: str) -> dict[str, Tensor]:
+        parity.seed()
+        model = FAMILIES["qwen2"]()
+        model.load_state_dict({n: t.bfloat16() for n, t in model.state_dict().items()})
+        model = fusing.stream(model.to(dtype), keep)
+        model(**padded(0)).loss.backward()
+        return {n: parity.frozen(p.grad).double() for n, p in model.named_parameters() if "mlp" in n}
+
+    exact, whole = grads(torch.float32, "replay"), grads(torch.bfloat16, "replay")
+    monkeypatch.setattr(decoder, "TILE_BYTES", 0)
+    monkeypatch.setattr(decoder, "LEAST_ROWS", 4)
+    tiled = grads(torch.bfloat16, "replay")
+
+    def distance(other: dict[str, Tensor]) -> float:
+        return sum(float((other[n] - exact[n]).norm() ** 2 / exact[n].norm() ** 2) for n in exact) ** 0.5
+
+    assert 0 < distance(tiled) < 1.2 * distance(whole)

@@ -229,13 +229,6 @@ def test_plans_count_what_is_not_kept_and_refuse_what_needs_it() -> None:
     assert counted == [40 * 2 << 20, 3 * 2 << 20]
 
 
-@dataclasses.dataclass(eq=False)
-class Place:
-    dtype: torch.dtype
-    offset: int
-    nbytes: int
-
-
 @pytest.mark.parametrize("kinds", [["bfloat16"], ["float16"], ["float32"], ["float64"], ["bfloat16", "float32"]], ids=str)
 @pytest.mark.parametrize("scale", [1.0, 1 / 3])
 def test_gradients_of_ranks_are_added_in_their_order_in_fp32(kinds: list[str], scale: float) -> None:
@@ -243,7 +236,7 @@ def test_gradients_of_ranks_are_added_in_their_order_in_fp32(kinds: list[str], s
     records: list[Any] = []
     for i, n in enumerate((5000, 3, 129)):
         dtype = getattr(torch, kinds[i % len(kinds)])
-        records.append(Place(dtype, i << 20, n * dtype.itemsize))
+        records.append(type("Place", (), {"dtype": dtype, "offset": i << 20, "nbytes": n * dtype.itemsize})())
     layout = exchange.Layout((0, 1 << 20, 3 << 20), records)
     assert [len(own) for own in layout.parcels] == [1, 2]
     parts = torch.zeros(3, layout.bytes[1], dtype=torch.uint8)

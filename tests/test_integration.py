@@ -4,6 +4,7 @@ Each test runs the library's own code on a plain and on a streamed model and com
 """
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ import zoo
 from op_cases import each_device
 from parity import assert_same
 from parity import stream_for_test as streamed
-from run_dropin import values
-from situations import hf_loss, llama, text
+from run_dropin import Rows, values
+from situations import DECODER, hf_loss, llama, text
 from torch import nn
 
 import megatrain_torch as mt
@@ -147,3 +148,45 @@ def test_device_property_says_where_inputs_go() -> None:
     assert model.device == torch.device("cpu") and model.dtype == torch.float32
     assert not hasattr(model, "hf_device_map")
     assert model.num_parameters() == llama().num_parameters()
+
+
+# ---- the examples in docs/huggingface.md as they stand there, TRL's where it is installed ----
+
+PAGE = Path(__file__).parents[1] / "docs/huggingface.md"
+EXAMPLES = dict(re.findall(r"^## (\w+)$(?:(?!^## |```).)*```python\n(.*?)```", PAGE.read_text(), re.DOTALL | re.MULTILINE))
+
+
+def run_example(name: str, **names: Any) -> dict[str, Any]:
+    exec(compile(EXAMPLES[name], f"{PAGE} {name}", "exec"), names)
+    return names
+
+
+def test_trainer_trains_and_loads_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    llama().to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    made = run_example("Trainer", path=tmp_path / "model", folder=tmp_path / "out", rows=Rows())
+    state = made["trainer"].state
+    assert state.global_step == 8 and state.best_model_checkpoint is not None
+    assert made["opt"].skipped_steps == 0
+
+
+def test_accelerate_and_peft_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    loader = torch.utils.data.DataLoader(Rows(), batch_size=8)
+    made = run_example("Accelerate", model=llama(), loader=loader, folder=str(tmp_path / "state"))
+    assert made["norm"] > 0 and (tmp_path / "state/model.safetensors").exists()
+    trained = run_example("PEFT", model=llama())["opt"].param_groups[0]["params"]
+    assert 0 < sum(p.numel() for p in trained) < llama().num_parameters()
+
+
+def test_trl_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trl")
+    import datasets
+    import tokenizers as tk
+    import transformers as tf
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    words = tk.Tokenizer(tk.models.WordLevel({f"w{i}": i for i in range(DECODER["vocab_size"])}, unk_token="w3"))
+    tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2")
+    tokenized = datasets.Dataset.from_dict({"input_ids": [Rows()[i]["input_ids"].tolist() for i in range(16)]})
+    made = run_example("TRL", model=llama(), folder=tmp_path, tokenized=tokenized, tokenizer=tokenizer)
+    assert made["trainer"].state.global_step == 2

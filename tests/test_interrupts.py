@@ -17,7 +17,7 @@ from test_forks import batch, streamed, train
 
 import megatrain_torch as mt
 from megatrain_torch._core import DTYPES, Engine
-from megatrain_torch.optim import adamw as optim
+from megatrain_torch.model.stream import runtime_of
 
 NAP_US, SLOW_SEED = 2_200_000, 28             # gradients of the engine below take a second to be home
 PRESSED_S, AT_ONCE_S = 0.1, 1.0
@@ -119,7 +119,7 @@ def test_what_a_step_came_to_is_known_after_its_norm_was_interrupted(
     model(batch()).sum().mul(float("inf")).backward()
     opt.step()
     with monkeypatch.context() as once, pytest.raises(KeyboardInterrupt):
-        once.setattr(optim._Handed, "result", lambda self: signal.raise_signal(signal.SIGINT))
+        once.setattr(opt, "_handed", [(opt._handed[0][0], lambda: signal.raise_signal(signal.SIGINT))])
         print(opt.grad_norm)
     assert opt.skipped_steps == 1 and not opt.grad_norm < float("inf")
 
@@ -137,3 +137,50 @@ def test_training_goes_on_from_a_checkpoint_after_ctrl_c_at_any_time(home: str, 
         opt.zero_grad()
         mt.load(model, opt, tmp_path / "run")
         assert train(model, opt, 3) == expected
+
+
+# ---- who waits for whom: a save, a reader of weights on the host, counters ----
+
+def penalty(model: torch.nn.Module) -> torch.Tensor:
+    """On the host: the graph keeps the weights themselves."""
+    return sum(p.square().sum() for p in model.parameters())
+
+
+@pytest.mark.parametrize("home", ["vram", "disk+weights"])
+def test_weights_in_a_graph_on_the_host_outlive_a_save(home: str, tmp_path: Path) -> None:
+    model, opt = streamed(home, tmp_path)
+    train(model, opt, 2)
+    loss = penalty(model)
+    mt.save(model, opt, tmp_path / "run", asynchronous=True).wait()
+    mt.save(model, opt, tmp_path / "run").wait()
+    loss.backward()
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad, 2 * p.detach()), name
+        assert p.grad.abs().sum() > 0
+
+
+def test_memory_of_weights_that_were_only_saved_is_given_back(tmp_path: Path) -> None:
+    model, opt = streamed("disk+weights", tmp_path, width=256)
+    train(model, opt, 2)
+    core = runtime_of(model).core
+    before = core.host_bytes(0)
+    mt.save(model, opt, tmp_path / "run").wait()
+    assert core.host_bytes(0) == before == 0
+
+
+def test_counters_are_read_while_a_step_waits(tmp_path: Path) -> None:
+    model, opt = streamed("disk", tmp_path, width=64)
+    core, stop, looks = runtime_of(model).core, threading.Event(), []
+
+    def look() -> None:
+        while not stop.is_set():
+            looks.append((core.stats()["disk_read_bytes"], core.disk_file()[1], core.swap_bytes(), core.host_bytes()))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    train(model, opt, 4)
+    stop.set()
+    thread.join()
+    assert [n for n, *_ in looks] == sorted(n for n, *_ in looks)
+    with torch.no_grad():
+        assert torch.isfinite(model(batch())).all()

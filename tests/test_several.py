@@ -402,27 +402,22 @@ def test_memory_that_the_device_cannot_reach_goes_through_a_buffer(monkeypatch: 
 def test_a_long_wait_is_told_once_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which two others may begin at once: the second comes where the first has made its own and not started it."""
     def trace(frame: Any, event: str, arg: Any) -> Any:
-        starts = ".start()" in source[frame.f_lineno - frame.f_code.co_firstlineno] if event == "line" else False
-        if starts:
+        if event == "line" and ".start()" in source[frame.f_lineno - first]:
             sys.settrace(None)
             control._look_out()
         return trace if frame.f_code is control._look_out.__code__ else None
 
-    source, told, way = inspect.getsource(control._look_out).splitlines(), [], object.__new__(control.Control)
+    (source, first), told, way = inspect.getsourcelines(control._look_out), [], object.__new__(control.Control)
     monkeypatch.setattr(control, "_lookout", threading.Thread())
     monkeypatch.setattr(control, "_WARN_S", -1.0)
     monkeypatch.setattr(control, "_warn_late", (over := Event()).wait)
     way._warn = told.append
-    before = sys.gettrace()
     sys.settrace(trace)
-    try:
-        with way.named("waits"):
-            control._tell_late()
-            control._tell_late()
-        assert told == ["waits"] and control._lookout.is_alive()
-    finally:
-        sys.settrace(before)
-        over.set()
+    with way.named("waits"):
+        control._tell_late()
+        control._tell_late()
+    assert told == ["waits"] and control._lookout.is_alive()
+    over.set()
 
 
 def test_bytes_are_on_their_way_before_they_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
