@@ -67,8 +67,6 @@ class Owned:
         body = {"program": PROGRAM, "version": VERSION, "entries": self.entries, "data": self.data}
         replace(self.run / MARKER, json.dumps(body, indent=1).encode())
 
-    # ---- who writes ----
-
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """For as long as a command writes. A folder that is not there yet is locked by `start`."""
@@ -112,8 +110,6 @@ class Owned:
             os.close(self._lock)
         self._lock = -1
 
-    # ---- entries ----
-
     def strangers(self) -> list[str]:
         """Paths in the folder that a run gives, of what this run did not make. mt.save's drafts are a checkpoint's."""
         found = []
@@ -154,8 +150,6 @@ class Owned:
         del self.entries[name]
         self._write()
 
-    # ---- begin and end of a run ----
-
     def start(self, data: dict[str, Any]) -> None:
         """A new run, in place of the one that the folder has: everything else was checked."""
         known = dict(self.entries)
@@ -178,7 +172,11 @@ class Owned:
                 if (self.run / name).exists():
                     say(f"{name} was being written when the run ended: removed")
                 self.remove(name)
-        forget_after(self.run, step_of(whole[-1].name))
+        kept, step = [], step_of(whole[-1].name)         # later steps will be made again
+        for text in (self.run / LOG).read_bytes().splitlines() if (self.run / LOG).is_file() else ():
+            with contextlib.suppress(ValueError, RecursionError, TypeError, KeyError):   # of what a crash cut short
+                kept += [text + b"\n"] * (json.loads(text)["step"] <= step)
+        replace(self.run / LOG, b"".join(kept))
         self.data = data
         self._write()
 
@@ -225,8 +223,6 @@ def files_of(path: Path) -> list[str]:
     """All that is no folder, below one; links are not followed."""
     return sorted(str(found.relative_to(path)) for found in path.rglob("*") if found.is_symlink() or not found.is_dir())
 
-
-# ---- what is read of a run -----------------------------------------------------------------------
 
 def settings_of(run: Path) -> Settings:
     if not run.exists():
@@ -278,12 +274,3 @@ def last_checkpoint(run: Path) -> Path:
 
 def is_finished(run: Path) -> bool:
     return FINAL in Owned(run).entries and any((run / FINAL / name).is_file() for name in ("config.json", ADAPTER))
-
-
-def forget_after(run: Path, step: int) -> None:
-    """Takes from log.jsonl what comes after a checkpoint, as these steps will be made again, and what is no line."""
-    kept = []
-    for text in (run / LOG).read_bytes().splitlines() if (run / LOG).is_file() else ():
-        with contextlib.suppress(ValueError, RecursionError, TypeError, KeyError):       # of what a crash cut short
-            kept += [text + b"\n"] * (json.loads(text)["step"] <= step)
-    replace(run / LOG, b"".join(kept))

@@ -104,8 +104,6 @@ class Streamed:
                     f"{self.run.settings.lr:g} may do")
         return requests.stop
 
-    # ---- log.jsonl ----
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             step, now = self.state.global_step, time.perf_counter()
@@ -131,10 +129,8 @@ class Streamed:
     def _optimizer(self) -> Any:
         return getattr(self.optimizer, "optimizer", self.optimizer)      # accelerate wraps it
 
-    # ---- checkpoints: mt.save's, with Trainer's small files beside, trainer_state.json last ----
-
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Begins one: training goes on while the disk writes. It counts when it has its trainer_state.json."""
+        """Begins one of mt.save, written while training goes on. It counts with trainer_state.json, its last file."""
         self.finish_saving()
         name, beside = f"checkpoint-{self.state.global_step}", Path(self.args.output_dir, UNFINISHED)
         best = Path(self.args.output_dir, f"checkpoint-{self.state.best_global_step}")
@@ -352,17 +348,7 @@ def trainer_of(run: Run, model: Any, tokenizer: Any, train: Any, held: Any, how:
     import datasets
 
     settings = run.settings
-    rows, (kind, _) = settings.method == "sft", classes(settings.method)
-
-    def as_dataset(name: str, part: list[Any]) -> Any:
-        """What TRL makes of records it keeps beside them, in a folder that all processes see and no other run: the
-        cache of `datasets` knows nothing of this package's version."""
-        if not part:
-            return None
-        where = f"{run.scratch}/{name}"
-        run.team.first_does(lambda: _as_table([p.record for p in part]).save_to_disk(where))
-        return datasets.load_from_disk(where)
-
+    more, rows, (kind, _) = {}, settings.method == "sft", classes(settings.method)
     if rows:
         if hasattr(words := model.config.get_text_config(), "output_router_logits"):
             words.output_router_logits = False           # a mixture's loss is that of its words
@@ -370,7 +356,13 @@ def trainer_of(run: Run, model: Any, tokenizer: Any, train: Any, held: Any, how:
                 "eval_dataset": Rows(*(part[:HELD_OUT_ROWS] for part in (held.ids, held.learned, held.begins)))
                 if len(held) else None}
     else:
-        more = {"train_dataset": as_dataset("train", train), "eval_dataset": as_dataset("held", held)}
+        # What TRL makes of records it keeps beside them, in a folder that all processes see and no other run: the cache
+        # of `datasets` knows nothing of this package's version.
+        for name, part in {"train_dataset": train, "eval_dataset": held}.items():
+            where = f"{run.scratch}/{name}"
+            if part:
+                run.team.first_does(lambda part=part, to=where: _as_table([p.record for p in part]).save_to_disk(to))
+                more[name] = datasets.load_from_disk(where)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 
     def adamw(model: Any) -> mt.AdamW:

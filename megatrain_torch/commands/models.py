@@ -72,8 +72,6 @@ def _has_words(path: Path) -> bool:
     return any(p.name.startswith(TOKENIZER_FILES) for p in path.iterdir())
 
 
-# ---- reading -------------------------------------------------------------------------------------
-
 def transformers() -> Any:
     need("this needs", "transformers")
     import transformers
@@ -201,22 +199,20 @@ def _torn(path: Path) -> Path | None:
     return None
 
 
-# ---- adapters ------------------------------------------------------------------------------------
-
 def adapted(model: nn.Module, words: str, seed: int) -> Any:
     """The model with adapters as --lora says, which start as `seed` says."""
     config = lora_config(model, words)
     torch.manual_seed(seed)
     try:
-        with _quiet() as peft:
-            return peft.get_peft_model(model, config)
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
+            return importlib.import_module("peft").get_peft_model(model, config)
     except ValueError as why:                        # of a model that PEFT has no adapters for
         raise MegatrainError(f"lora={words}: {str(why).splitlines()[0]}") from None
 
 
 def over(model: nn.Module, adapter: Any) -> Any:
-    with _quiet() as peft:
-        return peft.PeftModel.from_pretrained(model, str(adapter))
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        return importlib.import_module("peft").PeftModel.from_pretrained(model, str(adapter))
 
 
 def lora_config(model: nn.Module, words: str) -> Any:
@@ -256,14 +252,6 @@ def lora_config(model: nn.Module, words: str) -> Any:
             raise MegatrainError(f"lora: {said}: PEFT has none for experts' parameters; leave it out")
     return config(modules)
 
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[Any]:
-    with warnings.catch_warnings(action="ignore", category=FutureWarning):
-        yield importlib.import_module("peft")
-
-
-# ---- writing -------------------------------------------------------------------------------------
 
 def writable(out: Path, name: str = "out") -> None:
     """Makes a folder if need be, or refuses it. name: the flag."""

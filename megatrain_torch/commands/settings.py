@@ -26,7 +26,6 @@ from megatrain_torch import MegatrainError
 METHODS = ("sft", "dpo", "kto", "orpo", "reward", "grpo")
 SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt",
              "cosine_with_restarts", "cosine_with_min_lr", "warmup_stable_decay")
-KEPT = ("none", *mt.choices("base"))     # how weights beside which adapters train are kept
 UNSHOWN = ("8bit-lo8",)                  # of states: taken, and not offered
 AS = "r=16,alpha=32,targets=all"
 ALL = "all"
@@ -183,7 +182,7 @@ class Settings:
     method: str = _setting("sft", str, "training method; docs/cli.md has the records that each takes", METHODS)
     reward: str = _setting(None, str, "with grpo: FILE.py:FUNCTION, or a reward model", shown="WHAT")
     lora: str = _setting(None, as_words, "train adapters of rank r only; default: alpha twice r, targets=all")
-    base: str = _setting("none", str, "with lora, keep the frozen linear weights as codes of 4 or 8 bits", KEPT)
+    base: str = _setting("none", str, "with lora, keep frozen weights in 4 or 8 bits", ("none", *mt.choices("base")))
 
     column: str = _setting(None, str, "field of the records to train on; default: messages, prompt, instruction, "
                            "question or text, whichever is there", shown="FIELD")
@@ -256,8 +255,6 @@ class Settings:
 
     def with_(self, **changes: Any) -> Settings:
         return dataclasses.replace(self, **changes)
-
-    # ---- what was not given ----
 
     def for_machine(self) -> Settings:
         device, cores = device_of(self.device), len(os.sched_getaffinity(0))

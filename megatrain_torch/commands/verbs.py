@@ -177,8 +177,6 @@ def doctor(args: argparse.Namespace) -> None:
     sys.stdout.write(f"{text}\n\nwritten to {path}\n")
 
 
-# ---- plan ----------------------------------------------------------------------------------------
-
 NOT_PLANS = ("help", "list_machines", "json", "run", "verb", "names")
 TOKENS, SEQ = 65536, 4096           # of a step, of a sequence, as `megatrain train` has them on CUDA
 NO_GPU = ("there is no GPU here to plan for. Name a card, --machine h100-80g (--list-machines has all), a file that "
