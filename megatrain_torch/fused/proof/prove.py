@@ -27,7 +27,7 @@ from ..templates.attention_half import Rotary
 from ..templates.decoder import Embedding, LoneNorm
 from ..templates.moe import Facts
 from ..templates.parts import Linears, Norm, Unfit, roles_of
-from .experts import expert_rows, experts_down, opaque_ops
+from .experts import expert_rows, experts_down
 from .values import Values, attention, linear, operands, repeated
 
 # ---- forms, in which models write a part down: definitions in plain torch ------------------------------
@@ -194,9 +194,6 @@ class Proof(torch.fx.Interpreter):
         self._fakes = {id(t): graph.inputs[name][1] for name, t in graph.real.items() if isinstance(t, Tensor)}
         self._sizes = _sizes(graph)
         self.values.symbols = {str(n): str(s) for s, n in self._sizes.items()}
-        opaque = (F.linear, linear), (F.scaled_dot_product_attention, attention), *zip(
-            opaque_ops(), (expert_rows, experts_down))
-        self._opaque = {target: partial(run, self.values) for target, run in opaque}
 
     def size(self, n: Any) -> Any:
         """A number that the graph is given, with a prime for each of its symbols."""
@@ -276,10 +273,10 @@ class Proof(torch.fx.Interpreter):
         return super().run_node(node)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if (run := self._opaque.get(target)) is not None:
-            return run(*args, **kwargs)
         if target is cached():
             return self.gather(*args)
+        if (opaque := _OPAQUE.get(target)) is not None:
+            return opaque(*args, **kwargs)
         if not _shows_its_gradient(target):
             raise Unfit(f"it calls {getattr(target, '__name__', target)}, whose gradient may be anything")
         return super().call_function(target, args, kwargs)
@@ -327,11 +324,11 @@ class Proof(torch.fx.Interpreter):
     def _linear(self, linears: Linears, x: Tensor, number: int = 0) -> Tensor:
         """One of those that stand side by side, with what its adapters add."""
         weight, biases = linears.weights[number], linears.biases
-        y = linear(self.values, x, self.w[weight], self.w[biases[number]] if biases else None)
+        y = linear(x, self.w[weight], self.w[biases[number]] if biases else None)
         dtype = y.dtype
         for adapter in linears.adapters.get(weight, ()):
             a, b = self.w[adapter.a], self.w[adapter.b]
-            more = linear(self.values, linear(self.values, x.to(a.dtype), a), b) * adapter.scale
+            more = linear(linear(x.to(a.dtype), a), b) * adapter.scale
             y = y + (more.to(y.dtype) if adapter.rounds else more)
         return y.to(dtype)
 
@@ -345,7 +342,7 @@ class Proof(torch.fx.Interpreter):
         a, mask = self.a, self.mask
         q, k, v = (self._latent_heads if a.latent else self._own_heads)(x)
         if a.kind == "sdpa":
-            out = attention(self.values, q, k, v, mask, 0.0, a.causal and mask is None, a.scale, enable_gqa=True)
+            out = attention(q, k, v, mask, 0.0, a.causal and mask is None, a.scale, enable_gqa=True)
         elif a.sinks:
             out = self.choose("attention with sinks", (with_sinks, with_sinks_behind),
                               lambda form: form(q, k, v, mask, a.scale, self.w[a.sinks]))[1]
@@ -434,7 +431,7 @@ class Proof(torch.fx.Interpreter):
         read = [b, self.w[r.weight], *([self.w[r.bias]] if r.bias else [])]
         # In fp32, which a router's fp32 weights make of a 16-bit layer's input too, as some families have them.
         wide, logits = choose((True, False),
-                              lambda wide: linear(self.values, *(t.float() if wide else t for t in read)))
+                              lambda wide: linear(*(t.float() if wide else t for t in read)))
         (kind, _), found = choose((
             ("sigmoid", lambda: logits.float().sigmoid()),
             ("softmax", lambda: F.softmax(logits.float(), dim=-1)),
@@ -466,11 +463,11 @@ class Proof(torch.fx.Interpreter):
         """All experts' products are functions without an inside, of the layer's type: known_loop says what they are.
         The gate between is as any part."""
         e, own = self.mlp.experts, [self.w[n] for n in sorted(self.mlp.experts.names)]
-        z = expert_rows(self.values, hidden, chosen, own, 2 * e.inter)
+        z = expert_rows(hidden, chosen, own, 2 * e.inter)
         gates = [*((code, partial(gate, act)) for code, act in ACTIVATIONS), (ops.CLAMPED, clamped_gate)]
         ((e.act, _), e.interleaved), gated = self.choose(
             "the gate of its experts", itertools.product(gates, (False, True)), lambda one: one[0][1](z, one[1]))
-        return experts_down(self.values, gated, hidden, chosen, weights, own)
+        return experts_down(gated, hidden, chosen, weights, own)
 
 
 def _sizes(graph: Graph) -> dict[Any, Any]:
@@ -511,6 +508,8 @@ def _shows_its_gradient(target: Any) -> bool:
             and "autograd" not in home)
 
 
+_OPAQUE = {F.linear: linear, F.scaled_dot_product_attention: attention, expert_rows: expert_rows,
+           experts_down: experts_down}
 _EXACT = ("size", "numel", getattr, operator.getitem, operator.mul)
 _PRIMES = tuple(map(sympy.Integer, (7907, 7919, 7927, 7933, 7937, 7949, 7951, 7963, 7993, 8009, 8011, 8017)))
 
