@@ -10,7 +10,7 @@ import itertools
 import operator
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -72,31 +72,18 @@ def _pair_turned(x: Tensor) -> Tensor:
     return torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, turn: Callable[[Tensor], Tensor]) -> Tensor:
-    """The first R of D numbers are rotated, the rest, if there is any, is passed."""
-    cos, sin, r = cos.unsqueeze(1), sin.unsqueeze(1), cos.shape[-1]
-    first = x[..., :r]
-    return torch.cat(((first * cos + turn(first) * sin).to(x.dtype), x[..., r:]), -1)
-
-
 def _first_half(t: Tensor) -> Tensor:
     return t[..., :t.shape[-1] // 2]
 
 
-def _repeated(cos: Tensor, sin: Tensor) -> Iterator[Tensor]:
-    """The angles of the first half, each at both places of its pair: [B or 1, 1, S, R]."""
-    return (_first_half(t.unsqueeze(1)).repeat_interleave(2, dim=-1) for t in (cos, sin))
-
-
-def _first_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = _repeated(cos, sin)
-    first, rest = x[..., :cos.shape[-1]], x[..., cos.shape[-1]:]
-    return torch.cat((first * cos + _pair_turned(first) * sin, rest), -1)
-
-
-def _first_pairs_wide(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = _repeated(cos, sin)
-    return (x.float() * cos + _pair_turned(x).float() * sin).to(x.dtype)
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, turn: Callable[[Tensor], Tensor], first: bool = False) -> Tensor:
+    """The first R of D numbers are rotated, the rest, if there is any, is passed. first: angles are those of the first
+    half, each at both places of its pair."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    if first:
+        cos, sin = (_first_half(t).repeat_interleave(2, dim=-1) for t in (cos, sin))
+    turning, rest = x[..., :cos.shape[-1]], x[..., cos.shape[-1]:]
+    return torch.cat(((turning * cos + turn(turning) * sin).to(x.dtype), rest), -1)
 
 
 def _apart(a: Tensor, b: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -111,8 +98,8 @@ ROTARIES: list[tuple[Rotary, Callable[[Tensor, Tensor, Tensor], Tensor]]] = [
     (_HALVES, lambda x, cos, sin: _turned(x.float(), cos.float(), sin.float(), _half_turned).to(x.dtype)),
     (_PAIRS, lambda x, cos, sin: _turned(x, cos, sin, _pair_turned)),
     (_PAIRS, lambda x, cos, sin: _turned(x.float(), cos, sin, _pair_turned).to(x.dtype)),
-    (_FIRST, _first_pairs),
-    (_FIRST, _first_pairs_wide),
+    (_FIRST, lambda x, cos, sin: _turned(x, cos, sin, _pair_turned, True)),
+    (_FIRST, lambda x, cos, sin: _turned(x.float(), cos, sin, lambda _: _pair_turned(x).float(), True).to(x.dtype)),
     (Rotary(short=True), lambda x, cos, sin: _apart(*torch.chunk(x, 2, dim=-1), cos, sin)),
     (_FIRST._replace(parted=True),
      lambda x, cos, sin: _apart(x[..., 0::2], x[..., 1::2], _first_half(cos), _first_half(sin))),
@@ -159,15 +146,8 @@ def of_groups(choice: Tensor, experts: int, groups: int, best: int) -> Tensor:
     return choice.masked_fill(~mask.bool(), float("-inf"))
 
 
-def gate(act: Callable[[Tensor], Tensor], z: Tensor, interleaved: bool) -> Tensor:
-    """[R, I] of experts' z [R, 2 I]."""
-    a, u = (z[..., ::2], z[..., 1::2]) if interleaved else z.chunk(2, dim=-1)
-    return act(a) * u
-
-
-def clamped_gate(z: Tensor, interleaved: bool) -> Tensor:
-    """GPT-OSS' own: csrc/ops/glu.h has the numbers."""
-    a, u = (z[..., ::2], z[..., 1::2]) if interleaved else z.chunk(2, dim=-1)
+def clamped(a: Tensor, u: Tensor) -> Tensor:
+    """GPT-OSS' own gate: csrc/ops/glu.h has the numbers."""
     a, u = a.clamp(min=None, max=7.0), u.clamp(min=-7.0, max=7.0)
     return (u + 1) * (a * torch.sigmoid(a * 1.702))
 
@@ -184,7 +164,7 @@ class Proof(torch.fx.Interpreter):
         gathered: numbers of what a key-value cache was given. w: weights by name.
     """
 
-    def __init__(self, graph: Graph, named: dict[int, tuple[str, Tensor]]) -> None:
+    def __init__(self, graph: Graph, named: dict[int, str]) -> None:
         """named: by id of real tensors, weights, inputs and buffers, what they are called."""
         super().__init__(graph.module, garbage_collect_values=False)
         self.extra_traceback = False         # else Unfit would say the node as well
@@ -202,7 +182,7 @@ class Proof(torch.fx.Interpreter):
     def atom(self, real: Tensor) -> Tensor:
         """The fake tensor that stands for a weight, an input or a buffer."""
         if id(real) not in self._atoms:
-            like, (name, _) = self._fakes.get(id(real), real), self._named.get(id(real), ("a tensor of its own", real))
+            like, name = self._fakes.get(id(real), real), self._named.get(id(real), "a tensor of its own")
             with self.read.fake:
                 t = torch.empty(tuple(map(self.size, like.shape)), dtype=like.dtype, device=like.device)
             learns = real.requires_grad or (name == "input" and t.is_floating_point())
@@ -464,9 +444,14 @@ class Proof(torch.fx.Interpreter):
         The gate between is as any part."""
         e, own = self.mlp.experts, [self.w[n] for n in sorted(self.mlp.experts.names)]
         z = expert_rows(hidden, chosen, own, 2 * e.inter)
-        gates = [*((code, partial(gate, act)) for code, act in ACTIVATIONS), (ops.CLAMPED, clamped_gate)]
-        ((e.act, _), e.interleaved), gated = self.choose(
-            "the gate of its experts", itertools.product(gates, (False, True)), lambda one: one[0][1](z, one[1]))
+        ways = itertools.product((*ACTIVATIONS, (ops.CLAMPED, None)), (False, True))
+
+        def gate(way: tuple[tuple[int, Any], bool]) -> Tensor:
+            (_, act), interleaved = way
+            a, u = (z[..., ::2], z[..., 1::2]) if interleaved else z.chunk(2, dim=-1)
+            return act(a) * u if act else clamped(a, u)
+
+        ((e.act, _), e.interleaved), gated = self.choose("the gate of its experts", ways, gate)
         return experts_down(gated, hidden, chosen, weights, own)
 
 
@@ -525,16 +510,15 @@ def prove(graph: Graph | None, template: Template, module: nn.Module, weights: d
     if graph is None:
         raise Unfit("it gives something else than one tensor that it made")
     template = template.set_as(template.settings)        # what is found is put into one of its own
-    buffers = dict(module.named_buffers())
-    named = {id(t): (n, t) for n, t in weights.items()} | {id(t): (f"buffer {n}", t) for n, t in buffers.items()}
+    named = {id(t): n for n, t in weights.items()} | {id(t): f"buffer {n}" for n, t in module.named_buffers()}
     for name, value in kwargs.items():
-        for i, t in enumerate(value if isinstance(value, tuple | list) else (value,)):
+        several = isinstance(value, tuple | list)
+        for i, t in enumerate(value if several else (value,)):
             if isinstance(t, Tensor):
-                named[id(t)] = (f"{name}[{i}]" if isinstance(value, tuple | list) else name), t
+                named[id(t)] = f"{name}[{i}]" if several else name
                 if t.requires_grad:
-                    raise Unfit(f"its argument {named[id(t)][0]} needs a gradient, which no template gives")
-    named[id(x)] = "input", x
-    proof = Proof(graph, named)
+                    raise Unfit(f"its argument {named[id(t)]} needs a gradient, which no template gives")
+    proof = Proof(graph, named | {id(x): "input"})
 
     def theirs() -> Tensor:
         out = proof.run(*graph.real.values())
