@@ -371,9 +371,7 @@ class Proof(torch.fx.Interpreter):
     def _heads(self, t: Tensor, norm: Norm | None) -> Tensor:
         """[B, h, S, D] of [B, S, h D], with its norm, which may run before heads are transposed or after."""
         shape = (*t.shape[:-1], -1, self.a.head)
-        if norm is None:
-            return t.view(shape).transpose(1, 2)
-        if norm.size != self.a.head:
+        if norm is None or norm.size != self.a.head:
             return self._normed(norm, t).view(shape).transpose(1, 2)
         try:
             return self._normed(norm, t.view(shape)).transpose(1, 2)
