@@ -388,15 +388,8 @@ def opaque(function: Callable[..., Tensor]) -> Any:
 
 
 @opaque
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return input.new_empty(*input.shape[:-1], weight.shape[0])
-
-
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear."""
-    if weight.dim() != 2 or any(t.dtype != input.dtype for t in (weight, bias) if t is not None):
-        return F.linear(input, weight, bias)
-    return _linear(input, weight, bias)
+    return F.linear(input, weight, bias)
 
 
 @opaque
