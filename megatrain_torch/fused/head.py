@@ -1,10 +1,9 @@
 """The head, whose logits are not made, because the loss does not need them whole.
 
-While a model trains with compute="fused", its head's window returns `DeferredLogits`: a tensor with shape,
-type, device and history, and without memory. It knows the hidden states it would be made from and what
-was done to it since: scaling, a soft cap, a cast to fp32, slices and views that leave the vocabulary
-alone. A loss is computed without making them. Whatever else is done to the tensor makes the real logits through the
-head's window, once; from then on they are used, gradients included.
+While a model trains with compute="fused", its head's window returns `DeferredLogits`: a tensor with shape, type, device
+and history, and without memory. It knows the hidden states it would be made from and what was done to it since:
+scaling, a soft cap, a cast to fp32, slices and views that leave the vocabulary alone. A loss is computed without
+making them. Whatever else is done to it makes the real logits, once; from then on they are used, gradients included.
 
     Defer   hidden states and weights in, DeferredLogits out; its backward is a linear layer's, for the
             gradients of logits that were made
@@ -76,62 +75,51 @@ def unfit(module: nn.Module) -> str:
 def give_head(window: Window, module: nn.Module) -> None:
     """The head's window defers from now on, or says why it cannot."""
     window.unfit = unfit(module) or (f"its weights are codes: {window.wholes[0].format.name}" if window.wholes else "")
-    window.head = None if window.unfit else Head(window)
+    window.head = None if window.unfit else Head()
 
 
 class Head:
-    """What the window of a head knows of deferring.
+    """What the window of a head knows of deferring. declined: why the last call's logits were made after all; "" when
+    they were not."""
 
-    Attributes:
-        weight, bias: records of the plain Linear that it is, at the last call.
-        declined: why that call's logits were made after all; "" when they were not.
-    """
-
-    def __init__(self, window: Window) -> None:
-        self._window = weakref.ref(window)   # weakly: the window holds this
-        self.by_param = {id(r.param): r for r in window.records}
+    def __init__(self) -> None:
         self.declined = ""
         self.calls: weakref.WeakSet[Logits] = weakref.WeakSet()
 
-    @property
-    def window(self) -> Window:
-        return self._window()
-
-    def __call__(self, args: Any, kwargs: Any) -> Tensor | None:
+    def __call__(self, window: Window, args: Any, kwargs: Any) -> Tensor | None:
         """Deferred logits, or None where the head's own code has to run."""
         hidden = args[0] if args else kwargs.get("input")
-        self.declined = self._why_not(hidden)
+        self.declined = _why_not(window, hidden)
         if self.declined:
             return None
         if DeferredLogits.traced and "torch._dynamo" in sys.modules:
             # A loss of the user's may be compiled, and this is not for it to trace.
             DeferredLogits.above = staticmethod(torch._dynamo.disable(DeferredLogits.above))
             DeferredLogits.traced = False
-        logits = Logits(self, hidden)
+        logits = Logits(self, window, hidden)
         for earlier in self.calls:               # an output that a loop's variable still names, most often
             if earlier.versions != logits.versions:
                 earlier.hidden = None
         self.calls.add(logits)
-        return Defer.apply(logits, hidden, *self.window.params)
+        return Defer.apply(logits, hidden, *window.params)
 
-    def _why_not(self, hidden: Any) -> str:
-        m = self.window.module
-        if why := unfit(m):
-            return why
-        named = dict(m.named_parameters())
-        if {id(p) for p in named.values()} != set(self.by_param):
-            return "its parameters are not those that it was streamed with"
-        if getattr(self.window.inner, "__func__", None) is not LINEAR:
-            return "it has a forward of its own put in"
-        self.weight = self.by_param[id(named["weight"])]
-        self.bias = self.by_param[id(named["bias"])] if "bias" in named else None
-        if any(hf_calls.hooks_of([m])) or _has_any_global_hook():
-            return "there are hooks on it"
-        if type(hidden) is not Tensor or hidden.dim() < 2 or hidden.dtype != self.weight.dtype or not hidden.numel():
-            return "its input is no [..., H] tensor of the weights' type"
-        if casts(hidden.device.type, hidden.dtype):
-            return "autocast is on"
-        return "" if hidden.requires_grad or self.window.trainable else "nothing needs a gradient"
+
+def _why_not(window: Window, hidden: Any) -> str:
+    """Why the logits of these hidden states are made; "" when they are not."""
+    m = window.module
+    if why := unfit(m):
+        return why
+    if {id(p) for p in m.parameters()} != {id(r.param) for r in window.records}:
+        return "its parameters are not those that it was streamed with"
+    if getattr(window.inner, "__func__", None) is not LINEAR:
+        return "it has a forward of its own put in"
+    if any(hf_calls.hooks_of([m])) or _has_any_global_hook():
+        return "there are hooks on it"
+    if type(hidden) is not Tensor or hidden.dim() < 2 or hidden.dtype != m.weight.dtype or not hidden.numel():
+        return "its input is no [..., H] tensor of the weights' type"
+    if casts(hidden.device.type, hidden.dtype):
+        return "autocast is on"
+    return "" if hidden.requires_grad or window.trainable else "nothing needs a gradient"
 
 
 # ---- which rows of the logits a tensor has, and what was done to each number of them ----------------
@@ -140,19 +128,15 @@ Pick = tuple[list[int], list[int], int]     # shape, strides and offset, in rows
 
 
 def vocabulary_dim(form: Tensor, v: int) -> int | None:
-    """The dimension along which a row of v logits lies, while `form` is made of whole rows.
-
-    Operations are followed from whole rows to whole rows only, so that everything else is a multiple of v.
-    """
+    """The dimension along which a row of v logits lies, while `form` is made of whole rows. Operations are followed
+    from whole rows to whole rows only, so that everything else is a multiple of v."""
     mine = [d for d in range(form.dim()) if form.shape[d] == v > 1 and form.stride(d) == 1]
     return mine[0] if len(mine) == 1 and form.numel() else None
 
 
 class Curve(NamedTuple):
-    """What was done to each logit x: scale * (x + shift), or cap * tanh(scale * (x + shift)).
-
-    shift: [V], or None for zero. cap: None: no soft cap. normal: log_softmax was taken of it since.
-    """
+    """What was done to each logit x: scale * (x + shift), or cap * tanh(scale * (x + shift)). shift: [V], or None for
+    zero. cap: None: no soft cap. normal: log_softmax was taken of it since."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -180,7 +164,8 @@ class Logits:
 
     Attributes:
         hidden: [..., H], with its history; None once the weights have moved on, since then nothing can be made of it.
-        weight, bias: the head's at the call. The module may be another before its logits are made, or backward.
+        weight, bias: records of the plain Linear that the head is at the call. It may be another before its logits are
+            made, or backward.
         value: the output [..., V], once it was made; without history.
         fused: a loss was computed without making it.
         watched: the user asked for gradients of logits, so that losses must go by way of them.
@@ -189,12 +174,14 @@ class Logits:
         born: what was derived from the output, weakly.
     """
 
-    def __init__(self, head: Head, hidden: Tensor) -> None:
+    def __init__(self, head: Head, window: Window, hidden: Tensor) -> None:
         self.head, self.device, self.rows = head, hidden.device, hidden.shape[:-1].numel()
         self.hidden: Tensor | None = hidden
-        self.window = head.window            # logits may be read when the model is gone
-        self.weight, self.bias = head.weight, head.bias
-        self.hidden_version, self.versions = hidden._version, head.window.versions()
+        self.window = window                 # logits may be read when the model is gone
+        records = {id(r.param): r for r in window.records}
+        named = {name: records[id(p)] for name, p in window.module.named_parameters()}
+        self.weight, self.bias = named["weight"], named.get("bias")
+        self.hidden_version, self.versions = hidden._version, window.versions()
         self.value: Tensor | None = None
         self.fused = self.watched = self.brief = False
         self.use: Use | None = None
@@ -268,11 +255,8 @@ class Defer(torch.autograd.Function):
 # ---- its output, and what is made of that ----------------------------------------------------------
 
 class DeferredLogits(Tensor):
-    """Logits [..., V], or something made from them row by row, without memory.
-
-    Form is free: shape, type, device, strides, requires_grad. Values are made when they are asked for.
-    Pickles and copies as the ordinary tensor.
-    """
+    """Logits [..., V], or something made from them row by row, without memory. Form is free: shape, type, device,
+    strides, requires_grad. Values are made when they are asked for. Pickles and copies as the ordinary tensor."""
 
     _logits: Logits
     _form: Tensor                       # on the meta device: shape, type, strides and offset in its memory
@@ -329,11 +313,10 @@ class DeferredLogits(Tensor):
 
     def values(self, reader: str) -> Tensor:
         """The real tensor, without history. reader: for whom, in words."""
-        if self._values is not None:
-            self._logits.made(reader)               # it may be the first reader who differentiates
-        elif self._step is None:
-            self._values = self._logits.made(reader)
-        else:
+        made = self._logits.made(reader)            # in any case: it may be the first reader who differentiates
+        if self._step is None:
+            self._values = made
+        elif self._values is None:
             source, func, args, kwargs = self._step
             self._values = func(source.values(reader), *args, **kwargs)
         return self._values
@@ -417,9 +400,8 @@ def _tanh(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
 def _add(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
     """A bias that is added outside of the head (BART's)."""
     t, curve = args[0], d._curve
-    if kwargs or curve.scale != 1 or curve.cap is not None or curve.shift is not None or curve.normal:
-        return None
-    if type(t) is not Tensor or t.requires_grad or t.device != d.device:
+    if kwargs or curve.scale != 1 or curve.cap is not None or curve.shift is not None or curve.normal \
+            or type(t) is not Tensor or t.requires_grad or t.device != d.device:
         return None
     if t.numel() != d.vocabulary or t.dim() > d.dim() or t.shape[-1:] != d.shape[-1:] \
             or torch.result_type(t, d._form) != d.dtype:
@@ -439,9 +421,8 @@ def _log_softmax(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
 def _mean(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
     """Of all numbers, where it is a figure to be shown: rows at a time."""
     logits, classes = d._logits, vocabulary_dim(d._form, d.vocabulary)
-    if not logits.brief or kwargs or d._curve.normal or classes is None:
-        return None
-    if torch.is_grad_enabled() and d.requires_grad:
+    if not logits.brief or kwargs or d._curve.normal or classes is None \
+            or (torch.is_grad_enabled() and d.requires_grad):
         return None
     logits.check()
     with torch.no_grad(), _exactly(d.device):
@@ -472,11 +453,13 @@ _FOLLOWED: dict[Any, Callable[..., Any]] = {
 
 def _picked(hidden: Tensor, picks: tuple[Pick, ...]) -> tuple[Tensor, Tensor | None]:
     """Rows [picked, H] of hidden [..., H], and which they are: [picked] int64, None: all, in order."""
-    rows, index = hidden.reshape(-1, hidden.shape[-1]), None
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    if not picks:
+        return rows, None
+    index = torch.arange(rows.shape[0], device=rows.device)
     for shape, strides, offset in picks:
-        index = torch.arange(rows.shape[0], device=rows.device) if index is None else index
         index = index.as_strided(shape, strides, index.storage_offset() + offset).reshape(-1).contiguous()
-    return rows if index is None else rows.index_select(0, index), index
+    return rows.index_select(0, index), index
 
 
 def _losses(logits: Logits, curve: Curve, picks: tuple[Pick, ...], labels: Tensor, hidden: Tensor,
@@ -496,11 +479,9 @@ def _losses(logits: Logits, curve: Curve, picks: tuple[Pick, ...], labels: Tenso
 
 @in_sight
 class Loss(torch.autograd.Function):
-    """Hidden states and host parameters in, the loss out; its gradients are made here and now.
-
-    With reduction="none" it is the loss of each picked row, [picked] fp32. Backward then makes logits again, in chunks:
-    only there it is known by what each row's gradient is multiplied.
-    """
+    """Hidden states and host parameters in, the loss out; its gradients are made here and now. With reduction="none" it
+    is the loss of each picked row, [picked] fp32. Backward then makes logits again, in chunks: only there it is known
+    by what each row's gradient is multiplied."""
 
     @staticmethod
     def forward(ctx: Any, logits: Logits, curve: Curve, picks: tuple[Pick, ...], labels: Tensor,
@@ -536,10 +517,12 @@ class Loss(torch.autograd.Function):
             ctx.records, ctx.use, accumulators(ctx), tuple(saved[1:]))
 
 
-def _unread(input: Any) -> bool:
-    """Are these logits that nobody has made yet, or wants to, and that a gradient may go through?"""
+def _unread(input: Any, labels: Any, normal: bool) -> bool:
+    """Are these logits, or log p where `normal`, that nobody has made yet, or wants to, and that a gradient may go
+    through? And are labels integers?"""
     return isinstance(input, DeferredLogits) and torch.is_grad_enabled() and input.requires_grad \
-        and input._logits.value is None and not input._logits.watched
+        and input._logits.value is None and not input._logits.watched and input._curve.normal == normal \
+        and type(labels) is Tensor and labels.dtype == torch.int64
 
 
 def _loss(input: DeferredLogits, classes: int, labels: Tensor, **options: Any) -> Tensor:
@@ -556,13 +539,12 @@ def cross_entropy(input: Any, target: Any, weight: Any = None, size_average: Any
                   reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0) -> Tensor | None:
     """`F.cross_entropy` of deferred logits, or None where the real ones are needed."""
     legacy = size_average is not None or reduce is not None
-    if weight is not None or legacy or reduction not in ("mean", "sum", "none") or not _unread(input):
+    if weight is not None or legacy or reduction not in ("mean", "sum", "none") or not _unread(input, target, False):
         return None
     shape = list(input.shape)
     classes = 0 if len(shape) == 1 else 1
     del shape[classes]
-    if input._curve.normal or type(target) is not Tensor or target.dtype != torch.int64 \
-            or list(target.shape) != shape or vocabulary_dim(input._form, input.vocabulary) != classes:
+    if list(target.shape) != shape or vocabulary_dim(input._form, input.vocabulary) != classes:
         return None
     loss = _loss(input, classes, target, ignore_index=ignore_index, reduction=reduction,
                  label_smoothing=label_smoothing)
@@ -574,8 +556,7 @@ NO_LABEL = -2**63                    # is ignored by none: gather, unlike cross_
 
 def gather(input: Any, dim: Any, index: Any, **options: Any) -> Tensor | None:
     """`torch.gather` of one label's log p in each row, or None where the real logits are needed."""
-    if not _unread(input) or not input._curve.normal or type(index) is not Tensor or index.dtype != torch.int64 \
-            or options or type(dim) is not int:
+    if not _unread(input, index, True) or options or type(dim) is not int:
         return None
     classes, shape = vocabulary_dim(input._form, input.vocabulary), list(input.shape)
     if classes is None or dim not in (classes, classes - len(shape)) or list(index.shape) != [

@@ -40,7 +40,7 @@ Run = tuple[Tensor, dict[str, Tensor]]       # output, and what has gradients: f
 
 @contextlib.contextmanager
 def put_in(methods: list[tuple[nn.Module, Any]], name: str = "forward") -> Iterator[None]:
-    """Inside, modules have these forwards, or other methods, in the place of what they have."""
+    """Inside, modules have these forwards, or other attributes, in the place of what they have."""
     before = [vars(m).get(name) for m, _ in methods]
     for m, method in methods:
         vars(m)[name] = method
@@ -57,10 +57,9 @@ def plain_linears(fused: Any, weights: Any) -> list[tuple[nn.Module, Any]]:
     """A package's linear layers, and forwards by which they multiply with these weights, by name, as plain nn.Linear
     do. fused: layer.Fused.
 
-    A package's product is its own kernel's, of its own arguments: nothing that can be followed on fake tensors. What it
-    computes is taken from it: a product with the weights that its codes stand for, where the module is of the package's
-    own class, runs that class's own code and computes in the layer's type (`multiplies`). That those weights are the
-    package's is seen on the module's data (Trial)."""
+    A package's product is its own kernel's: nothing that can be followed on fake tensors. It is taken to multiply with
+    the weights that its codes stand for, where the module runs the package's own code in the layer's type
+    (`multiplies`). That those weights are the package's is seen on the module's data (Trial)."""
     def plain(m: nn.Module, weight: Tensor) -> Any:
         return lambda x: F.linear(x, weight, m.bias)
 
@@ -109,11 +108,8 @@ def adapted_one_by_one(wrapper: Any, active: list[str]) -> Iterator[None]:
     """In the place of PEFT's ParamWrapper._activate_lora, of one adapter."""
     module, name = wrapper.get_base_layer(), wrapper.parameter_name
     (adapter,) = (key for key in active if key in wrapper.lora_A)
-    vars(module)[name] = Adapted(getattr(module, name), *wrapper.get_delta_factors(adapter))
-    try:
+    with put_in([(module, Adapted(getattr(module, name), *wrapper.get_delta_factors(adapter)))], name):
         yield
-    finally:
-        del vars(module)[name]
 
 
 class Trial:
@@ -242,8 +238,7 @@ def _to_a_rounding(ours: Tensor, theirs: Tensor) -> bool:
 def _errors(truth: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, float]:
     """Relative errors. A vector's gradient may be zero but for noise (a key's bias is), so vectors are measured against
     half of the largest among them as well."""
-    if set(truth) != set(found):
-        missing = sorted(set(truth) ^ set(found))
+    if missing := sorted(set(truth) ^ set(found)):
         raise Unfit(f"template and module differ in what has a gradient: {', '.join(missing)}")
 
     vectors = max([_rms(t) for t in truth.values() if t.dim() == 1], default=0.0)

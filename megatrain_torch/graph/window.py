@@ -223,7 +223,7 @@ class Window:
             return self.run(*hf_calls.dense((args, kwargs)), bound, SavedFrame(self) if left else None, given=True)
         refuse_functorch(self.name)
         rt.swap.entered()
-        if self.head is not None and (out := self.head(args, kwargs)) is not None:
+        if self.head is not None and (out := self.head(self, args, kwargs)) is not None:
             return out
         if self.fused is not None and (out := self.fused(args, kwargs)) is not None:
             return out

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ...graph.door import Installed
 from ..templates.parts import Unfit
-from .values import Values, opaque
+from .values import opaque
 
 # The loops of transformers 5.17 to 5.23, and by what they gate: act_fn(gate) * up, or the module's _apply_gate.
 LOOPS = {
@@ -110,48 +110,31 @@ def _known(code: types.CodeType) -> tuple[str, tuple[str, ...]]:
 
 # ---- while dynamo looks ----------------------------------------------------------------------------
 
-def _expert_rows(hidden: Tensor, chosen: Tensor, own: Sequence[Tensor], width: int) -> Tensor:
+@opaque
+def expert_rows(hidden: Tensor, chosen: Tensor, own: Sequence[Tensor], width: int) -> Tensor:
+    """What the first products give, [T, width] for a row of each choice."""
     return hidden.new_empty(hidden.shape[0], width)
 
 
-def _experts_down(gated: Tensor, hidden: Tensor, chosen: Tensor, weights: Tensor, own: Sequence[Tensor]) -> Tensor:
+@opaque
+def experts_down(gated: Tensor, hidden: Tensor, chosen: Tensor, weights: Tensor, own: Sequence[Tensor]) -> Tensor:
+    """The second products of gated rows, weighted and summed."""
     return torch.empty_like(hidden)
-
-
-@functools.cache
-def opaque_ops() -> tuple[Any, Any]:
-    """What the first products give, [T, width] for a row of each choice; and the second products of gated rows,
-    weighted and summed."""
-    found = []
-    for function in (_expert_rows, _experts_down):
-        name = function.__name__.removeprefix("_")
-        torch.library.custom_op(f"megatrain_torch::{name}", function, mutates_args=()).register_fake(function)
-        found.append(getattr(torch.ops.megatrain_torch, name).default)
-    return found[0], found[1]
-
-
-def expert_rows(values: Values, hidden: Tensor, chosen: Tensor, own: Sequence[Tensor], width: int) -> Tensor:
-    return opaque(values, ("experts",), (hidden.shape[0], width), hidden, hidden, chosen, *own)
-
-
-def experts_down(values: Values, gated: Tensor, hidden: Tensor, chosen: Tensor, weights: Tensor, own: Sequence[Tensor]
-                 ) -> Tensor:
-    return opaque(values, ("experts' sum",), hidden.shape, hidden, gated, hidden, chosen, weights, *own)
 
 
 def opaque_loop(module: nn.Module, width: int, own: Sequence[Tensor]) -> Any:
     """A forward of a module of experts. width: of gate and up. own: its weights, in the order of their names."""
-    (first, last), gated = opaque_ops(), known_loop(module)[0]
+    gated = known_loop(module)[0]
 
     def forward(hidden_states: Tensor, index: Any = None, weights: Any = None, **named: Any) -> Tensor:
         index = named.get("top_k_index", named.get("router_indices", index))
         weights = named.get("top_k_weights", named.get("routing_weights", weights))
-        z = first(hidden_states, index, own, width)
+        z = expert_rows(hidden_states, index, own, width)
         if gated == "_apply_gate":
             z = module._apply_gate(z)
         else:
             gate, up = z.chunk(2, dim=-1)
             z = module.act_fn(gate) * up
-        return last(z, hidden_states, index, weights, own)
+        return experts_down(z, hidden_states, index, weights, own)
 
     return forward

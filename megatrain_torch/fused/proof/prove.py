@@ -10,7 +10,7 @@ import itertools
 import operator
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from ..templates.attention_half import Rotary
 from ..templates.decoder import Embedding, LoneNorm
 from ..templates.moe import Facts
 from ..templates.parts import Linears, Norm, Unfit, roles_of
-from .experts import expert_rows, experts_down, opaque_ops
+from .experts import expert_rows, experts_down
 from .values import Values, attention, linear, operands, repeated
 
 # ---- forms, in which models write a part down: definitions in plain torch ------------------------------
@@ -72,31 +72,18 @@ def _pair_turned(x: Tensor) -> Tensor:
     return torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, turn: Callable[[Tensor], Tensor]) -> Tensor:
-    """The first R of D numbers are rotated, the rest, if there is any, is passed."""
-    cos, sin, r = cos.unsqueeze(1), sin.unsqueeze(1), cos.shape[-1]
-    first = x[..., :r]
-    return torch.cat(((first * cos + turn(first) * sin).to(x.dtype), x[..., r:]), -1)
-
-
 def _first_half(t: Tensor) -> Tensor:
     return t[..., :t.shape[-1] // 2]
 
 
-def _repeated(cos: Tensor, sin: Tensor) -> Iterator[Tensor]:
-    """The angles of the first half, each at both places of its pair: [B or 1, 1, S, R]."""
-    return (_first_half(t.unsqueeze(1)).repeat_interleave(2, dim=-1) for t in (cos, sin))
-
-
-def _first_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = _repeated(cos, sin)
-    first, rest = x[..., :cos.shape[-1]], x[..., cos.shape[-1]:]
-    return torch.cat((first * cos + _pair_turned(first) * sin, rest), -1)
-
-
-def _first_pairs_wide(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = _repeated(cos, sin)
-    return (x.float() * cos + _pair_turned(x).float() * sin).to(x.dtype)
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, turn: Callable[[Tensor], Tensor], first: bool = False) -> Tensor:
+    """The first R of D numbers are rotated, the rest, if there is any, is passed. first: angles are those of the first
+    half, each at both places of its pair."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    if first:
+        cos, sin = (_first_half(t).repeat_interleave(2, dim=-1) for t in (cos, sin))
+    turning, rest = x[..., :cos.shape[-1]], x[..., cos.shape[-1]:]
+    return torch.cat(((turning * cos + turn(turning) * sin).to(x.dtype), rest), -1)
 
 
 def _apart(a: Tensor, b: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -111,8 +98,8 @@ ROTARIES: list[tuple[Rotary, Callable[[Tensor, Tensor, Tensor], Tensor]]] = [
     (_HALVES, lambda x, cos, sin: _turned(x.float(), cos.float(), sin.float(), _half_turned).to(x.dtype)),
     (_PAIRS, lambda x, cos, sin: _turned(x, cos, sin, _pair_turned)),
     (_PAIRS, lambda x, cos, sin: _turned(x.float(), cos, sin, _pair_turned).to(x.dtype)),
-    (_FIRST, _first_pairs),
-    (_FIRST, _first_pairs_wide),
+    (_FIRST, lambda x, cos, sin: _turned(x, cos, sin, _pair_turned, True)),
+    (_FIRST, lambda x, cos, sin: _turned(x.float(), cos, sin, lambda _: _pair_turned(x).float(), True).to(x.dtype)),
     (Rotary(short=True), lambda x, cos, sin: _apart(*torch.chunk(x, 2, dim=-1), cos, sin)),
     (_FIRST._replace(parted=True),
      lambda x, cos, sin: _apart(x[..., 0::2], x[..., 1::2], _first_half(cos), _first_half(sin))),
@@ -159,15 +146,8 @@ def of_groups(choice: Tensor, experts: int, groups: int, best: int) -> Tensor:
     return choice.masked_fill(~mask.bool(), float("-inf"))
 
 
-def gate(act: Callable[[Tensor], Tensor], z: Tensor, interleaved: bool) -> Tensor:
-    """[R, I] of experts' z [R, 2 I]."""
-    a, u = (z[..., ::2], z[..., 1::2]) if interleaved else z.chunk(2, dim=-1)
-    return act(a) * u
-
-
-def clamped_gate(z: Tensor, interleaved: bool) -> Tensor:
-    """GPT-OSS' own: csrc/ops/glu.h has the numbers."""
-    a, u = (z[..., ::2], z[..., 1::2]) if interleaved else z.chunk(2, dim=-1)
+def clamped(a: Tensor, u: Tensor) -> Tensor:
+    """GPT-OSS' own gate: csrc/ops/glu.h has the numbers."""
     a, u = a.clamp(min=None, max=7.0), u.clamp(min=-7.0, max=7.0)
     return (u + 1) * (a * torch.sigmoid(a * 1.702))
 
@@ -184,7 +164,7 @@ class Proof(torch.fx.Interpreter):
         gathered: numbers of what a key-value cache was given. w: weights by name.
     """
 
-    def __init__(self, graph: Graph, named: dict[int, tuple[str, Tensor]]) -> None:
+    def __init__(self, graph: Graph, named: dict[int, str]) -> None:
         """named: by id of real tensors, weights, inputs and buffers, what they are called."""
         super().__init__(graph.module, garbage_collect_values=False)
         self.extra_traceback = False         # else Unfit would say the node as well
@@ -194,9 +174,6 @@ class Proof(torch.fx.Interpreter):
         self._fakes = {id(t): graph.inputs[name][1] for name, t in graph.real.items() if isinstance(t, Tensor)}
         self._sizes = _sizes(graph)
         self.values.symbols = {str(n): str(s) for s, n in self._sizes.items()}
-        opaque = (F.linear, linear), (F.scaled_dot_product_attention, attention), *zip(
-            opaque_ops(), (expert_rows, experts_down))
-        self._opaque = {target: partial(run, self.values) for target, run in opaque}
 
     def size(self, n: Any) -> Any:
         """A number that the graph is given, with a prime for each of its symbols."""
@@ -205,7 +182,7 @@ class Proof(torch.fx.Interpreter):
     def atom(self, real: Tensor) -> Tensor:
         """The fake tensor that stands for a weight, an input or a buffer."""
         if id(real) not in self._atoms:
-            like, (name, _) = self._fakes.get(id(real), real), self._named.get(id(real), ("a tensor of its own", real))
+            like, name = self._fakes.get(id(real), real), self._named.get(id(real), "a tensor of its own")
             with self.read.fake:
                 t = torch.empty(tuple(map(self.size, like.shape)), dtype=like.dtype, device=like.device)
             learns = real.requires_grad or (name == "input" and t.is_floating_point())
@@ -276,10 +253,10 @@ class Proof(torch.fx.Interpreter):
         return super().run_node(node)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if (run := self._opaque.get(target)) is not None:
-            return run(*args, **kwargs)
         if target is cached():
             return self.gather(*args)
+        if (opaque := _OPAQUE.get(target)) is not None:
+            return opaque(*args, **kwargs)
         if not _shows_its_gradient(target):
             raise Unfit(f"it calls {getattr(target, '__name__', target)}, whose gradient may be anything")
         return super().call_function(target, args, kwargs)
@@ -327,11 +304,11 @@ class Proof(torch.fx.Interpreter):
     def _linear(self, linears: Linears, x: Tensor, number: int = 0) -> Tensor:
         """One of those that stand side by side, with what its adapters add."""
         weight, biases = linears.weights[number], linears.biases
-        y = linear(self.values, x, self.w[weight], self.w[biases[number]] if biases else None)
+        y = linear(x, self.w[weight], self.w[biases[number]] if biases else None)
         dtype = y.dtype
         for adapter in linears.adapters.get(weight, ()):
             a, b = self.w[adapter.a], self.w[adapter.b]
-            more = linear(self.values, linear(self.values, x.to(a.dtype), a), b) * adapter.scale
+            more = linear(linear(x.to(a.dtype), a), b) * adapter.scale
             y = y + (more.to(y.dtype) if adapter.rounds else more)
         return y.to(dtype)
 
@@ -345,7 +322,7 @@ class Proof(torch.fx.Interpreter):
         a, mask = self.a, self.mask
         q, k, v = (self._latent_heads if a.latent else self._own_heads)(x)
         if a.kind == "sdpa":
-            out = attention(self.values, q, k, v, mask, 0.0, a.causal and mask is None, a.scale, enable_gqa=True)
+            out = attention(q, k, v, mask, 0.0, a.causal and mask is None, a.scale, enable_gqa=True)
         elif a.sinks:
             out = self.choose("attention with sinks", (with_sinks, with_sinks_behind),
                               lambda form: form(q, k, v, mask, a.scale, self.w[a.sinks]))[1]
@@ -394,9 +371,7 @@ class Proof(torch.fx.Interpreter):
     def _heads(self, t: Tensor, norm: Norm | None) -> Tensor:
         """[B, h, S, D] of [B, S, h D], with its norm, which may run before heads are transposed or after."""
         shape = (*t.shape[:-1], -1, self.a.head)
-        if norm is None:
-            return t.view(shape).transpose(1, 2)
-        if norm.size != self.a.head:
+        if norm is None or norm.size != self.a.head:
             return self._normed(norm, t).view(shape).transpose(1, 2)
         try:
             return self._normed(norm, t.view(shape)).transpose(1, 2)
@@ -434,7 +409,7 @@ class Proof(torch.fx.Interpreter):
         read = [b, self.w[r.weight], *([self.w[r.bias]] if r.bias else [])]
         # In fp32, which a router's fp32 weights make of a 16-bit layer's input too, as some families have them.
         wide, logits = choose((True, False),
-                              lambda wide: linear(self.values, *(t.float() if wide else t for t in read)))
+                              lambda wide: linear(*(t.float() if wide else t for t in read)))
         (kind, _), found = choose((
             ("sigmoid", lambda: logits.float().sigmoid()),
             ("softmax", lambda: F.softmax(logits.float(), dim=-1)),
@@ -466,11 +441,16 @@ class Proof(torch.fx.Interpreter):
         """All experts' products are functions without an inside, of the layer's type: known_loop says what they are.
         The gate between is as any part."""
         e, own = self.mlp.experts, [self.w[n] for n in sorted(self.mlp.experts.names)]
-        z = expert_rows(self.values, hidden, chosen, own, 2 * e.inter)
-        gates = [*((code, partial(gate, act)) for code, act in ACTIVATIONS), (ops.CLAMPED, clamped_gate)]
-        ((e.act, _), e.interleaved), gated = self.choose(
-            "the gate of its experts", itertools.product(gates, (False, True)), lambda one: one[0][1](z, one[1]))
-        return experts_down(self.values, gated, hidden, chosen, weights, own)
+        z = expert_rows(hidden, chosen, own, 2 * e.inter)
+        ways = itertools.product((*ACTIVATIONS, (ops.CLAMPED, None)), (False, True))
+
+        def gate(way: tuple[tuple[int, Any], bool]) -> Tensor:
+            (_, act), interleaved = way
+            a, u = (z[..., ::2], z[..., 1::2]) if interleaved else z.chunk(2, dim=-1)
+            return act(a) * u if act else clamped(a, u)
+
+        ((e.act, _), e.interleaved), gated = self.choose("the gate of its experts", ways, gate)
+        return experts_down(gated, hidden, chosen, weights, own)
 
 
 def _sizes(graph: Graph) -> dict[Any, Any]:
@@ -511,6 +491,8 @@ def _shows_its_gradient(target: Any) -> bool:
             and "autograd" not in home)
 
 
+_OPAQUE = {F.linear: linear, F.scaled_dot_product_attention: attention, expert_rows: expert_rows,
+           experts_down: experts_down}
 _EXACT = ("size", "numel", getattr, operator.getitem, operator.mul)
 _PRIMES = tuple(map(sympy.Integer, (7907, 7919, 7927, 7933, 7937, 7949, 7951, 7963, 7993, 8009, 8011, 8017)))
 
@@ -526,16 +508,15 @@ def prove(graph: Graph | None, template: Template, module: nn.Module, weights: d
     if graph is None:
         raise Unfit("it gives something else than one tensor that it made")
     template = template.set_as(template.settings)        # what is found is put into one of its own
-    buffers = dict(module.named_buffers())
-    named = {id(t): (n, t) for n, t in weights.items()} | {id(t): (f"buffer {n}", t) for n, t in buffers.items()}
+    named = {id(t): n for n, t in weights.items()} | {id(t): f"buffer {n}" for n, t in module.named_buffers()}
     for name, value in kwargs.items():
-        for i, t in enumerate(value if isinstance(value, tuple | list) else (value,)):
+        several = isinstance(value, tuple | list)
+        for i, t in enumerate(value if several else (value,)):
             if isinstance(t, Tensor):
-                named[id(t)] = (f"{name}[{i}]" if isinstance(value, tuple | list) else name), t
+                named[id(t)] = f"{name}[{i}]" if several else name
                 if t.requires_grad:
-                    raise Unfit(f"its argument {named[id(t)][0]} needs a gradient, which no template gives")
-    named[id(x)] = "input", x
-    proof = Proof(graph, named)
+                    raise Unfit(f"its argument {named[id(t)]} needs a gradient, which no template gives")
+    proof = Proof(graph, named | {id(x): "input"})
 
     def theirs() -> Tensor:
         out = proof.run(*graph.real.values())

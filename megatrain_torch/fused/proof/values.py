@@ -13,8 +13,8 @@ these columns in it.
 A tensor that has a gradient has two numbers: that of its expression, and that of the same without a gradient anywhere,
 which is what a detached tensor, an index, and all that is computed under no_grad() has or is made of.
 
-Three functions are opaque: F.linear, F.scaled_dot_product_attention, and whatever a caller names (experts). They are
-one expression each, so that nothing depends on which kernel a machine has.
+Some functions are opaque: F.linear, F.scaled_dot_product_attention, and products of experts. They are one expression
+each, so that nothing depends on which kernel a machine has.
 """
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class Values(TorchDispatchMode):
 
     def _plain(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key:
         """Operation, arguments as its schema names them, type and sizes of what it gives; not where it runs."""
-        name = func._schema.name.removeprefix("aten::").removesuffix("_" * func._schema.is_mutable)
+        name = func._schema.name.partition("::")[2].removesuffix("_" * func._schema.is_mutable)
         rest = tuple((k, self._operand(v)) for k, v in sorted(kwargs.items()) if isinstance(v, Tensor) or
                      k not in ("device", "layout", "pin_memory", "memory_format", "generator"))
         return name, *map(self._operand, args), rest, str(out.dtype), out.shape
@@ -380,33 +380,31 @@ RULES: dict[Any, Callable[..., Any]] = {
 
 # ---- opaque functions ------------------------------------------------------------------------------
 
-def opaque(values: Values, name: Key, shape: Any, like: Tensor, *tensors: Tensor | None) -> Tensor:
-    out = like.new_empty(tuple(shape))
-
-    def made() -> Iterator[tuple[Key, Shape]]:
-        read = (None if t is None else ("#", values.of(t)) for t in tensors)
-        yield (*name, *read, str(out.dtype), out.shape), out.shape
-
-    values.put(out, *values.numbers(made, tensors))
-    return out
+def opaque(function: Callable[..., Tensor]) -> Any:
+    """An operation that is one expression; the function makes a tensor of the shape and type that it gives."""
+    name = function.__name__.removeprefix("_")
+    torch.library.custom_op(f"megatrain_torch::{name}", function, mutates_args=()).register_fake(function)
+    return getattr(torch.ops.megatrain_torch, name).default
 
 
-def linear(values: Values, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear."""
-    if weight.dim() != 2 or any(t.dtype != input.dtype for t in (weight, bias) if t is not None):
-        return F.linear(input, weight, bias)
-    return opaque(values, ("linear",), (*input.shape[:-1], weight.shape[0]), input, input, weight, bias)
+@opaque
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(input, weight, bias)
 
 
-def attention(values: Values, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-              dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False
-              ) -> Tensor:
+@opaque
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool,
+               scale: float) -> Tensor:
+    return query.new_empty(*query.shape[:-1], value.shape[-1])
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+              is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> Tensor:
     """F.scaled_dot_product_attention."""
     if enable_gqa and query.dim() == 4:
         key, value = (repeated(t, query.shape[1] // t.shape[1]) for t in (key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    name = "attention", float(scale).hex(), bool(is_causal), float(dropout_p)
-    return opaque(values, name, (*query.shape[:-1], value.shape[-1]), query, query, key, value, attn_mask)
+    return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
 
 
 def repeated(t: Tensor, times: int) -> Tensor:
