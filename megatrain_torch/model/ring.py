@@ -6,6 +6,8 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cached_property
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -143,7 +145,14 @@ class Ring:
         self.look(slots)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()     # former owners of this memory are done
-        self.core.open_slots([(s.address, s.nbytes) for s in slots], SlotHooks(self))
+        ring = weakref.ref(self)             # the engine must not keep it alive
+        self.core.open_slots([(s.address, s.nbytes) for s in slots], SimpleNamespace(
+            held=lambda slot: ring().slots[slot].held(), renew=lambda slot: ring()._renew(slot)))
+
+    def _renew(self, slot: int) -> int:
+        self.slots[slot].fill()
+        self.look(self.slots)
+        return self.slots[slot].address
 
     def close(self) -> None:
         """Others will be opened. Who moves units holds those that have weights until these are elsewhere."""
@@ -259,22 +268,6 @@ class Ring:
         return mapped(out, own)
 
 
-class SlotHooks:
-    """What the C stream asks about slots. Knows the ring weakly: the engine must not keep it alive."""
-
-    def __init__(self, ring: Ring) -> None:
-        self._ring = weakref.ref(ring)
-
-    def held(self, slot: int) -> bool:
-        return self._ring().slots[slot].held()
-
-    def renew(self, slot: int) -> int:
-        ring = self._ring()
-        ring.slots[slot].fill()
-        ring.look(ring.slots)
-        return ring.slots[slot].address
-
-
 # ---- weights of which each rank has fetched its portion ----
 
 class Delivery:
@@ -294,16 +287,22 @@ class Delivery:
     def __init__(self, model: Runtime) -> None:
         self._model, self._told = model, False
         self.shards = False      # ranks fetch their portions alone, in passes that record gradients; else each all
-        # Made by the first that is gathered: the machine's ranks come there together.
-        self._mates: Control | None = None
-        self._beside: torch.cuda.Stream | None = None
+
+    # Both are made by the first that is gathered: the machine's ranks come there together.
+
+    @cached_property
+    def _control(self) -> Control:
+        ranks = self._model.ranks
+        return Control(ranks.data, ranks.control.patience, self._model.core, ranks.mates)
+
+    @cached_property
+    def _beside(self) -> torch.cuda.Stream | None:
+        return torch.cuda.Stream(self._model.device) if self._model.is_cuda else None
 
     def gather(self, slot: int, number: int, memory: Slot) -> None:
         """All portions come to be in the slot; kernels that are launched from now on find them there."""
         rt, compute = self._model, self._model.stream()
         try:
-            if rt.is_cuda and self._beside is None:
-                self._beside = torch.cuda.Stream(rt.device)
             stream = compute if self._beside is None else self._beside.cuda_stream
             with torch.cuda.stream(self._beside) if rt.is_cuda else nullcontext():
                 self._gather(slot, number, memory.stretches(number, rt.core.bounds(number)), stream)
@@ -318,24 +317,18 @@ class Delivery:
         core.ready(slot, stream)
         span = core.span(_LANE, _WORK, self._model.ring.unit_of(number), stream)
         if not self._model.is_cuda or not ranks.nccl():
-            self._control().complete(portions, what)
+            self._control.complete(portions, what)
         else:                                        # to each rank goes this one's portion, and each one's comes here
             me, nothing = ranks.mates.index(ranks.rank), portions[0][:0]
             if exchange is not None and exchange.began:
-                exchange.catch_up(self._control().most(exchange.begun))
+                exchange.catch_up(self._control.most(exchange.begun))
             out = [nothing if r == me else portions[me] for r in range(len(portions))]
             into = [nothing if r == me else p for r, p in enumerate(portions)]
             with ranks.control.named(what):
-                work = ranks.gathers(self._control()).alltoall(into, out)
+                work = ranks.gathers(self._control).alltoall(into, out)
                 if work is not None:
                     work.wait()
         core.span_end(span, sum(p.numel() for p in portions), stream)
-
-    def _control(self) -> Control:
-        if self._mates is None:
-            ranks = self._model.ranks
-            self._mates = Control(ranks.data, ranks.control.patience, self._model.core, ranks.mates)
-        return self._mates
 
     def look(self) -> None:
         """Tells once that ranks open other windows, since each then waits for the others in vain."""
