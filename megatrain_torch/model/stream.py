@@ -46,8 +46,7 @@ from .choices import Choices, check_model, choose, compute_device, fitted
 from .filling import Origins, declare, empty, fill
 from .install import install, move_buffers, remove
 from .planning import Planning
-from .registry import runtime_of
-from .runtime import Runtime, find_runtime
+from .runtime import Runtime, runtime_of
 
 REDUCE = ("mean", "sum")
 _LOOK_S = 1.0
@@ -301,7 +300,8 @@ def from_pretrained(cls: Any, path: str | Path, *, device: str | torch.device | 
     ranks = ranks_of(group)
     with as_one(ranks):
         if base is None:
-            found = loaded(cls, path, ranks is None or ranks.rank == ranks.mates[0], dtype="auto", **kwargs)
+            values = ranks is None or ranks.rank == ranks.mates[0]
+            found = read_pretrained(cls, path, values=values, **kwargs)
         else:
             found, dtype = with_base(cls, path, base, dtype, **kwargs), None
     model, *report = found if isinstance(found, tuple) else (found,)
@@ -342,22 +342,16 @@ def read_pretrained(cls: Any, path: str | Path, *, base: str | None = None, dtyp
         return with_base(cls, path, base, None if dtype == "auto" else dtype, **kwargs)
     if base == "whole":
         kwargs |= expands(importlib.import_module("transformers").AutoConfig.from_pretrained(path))
-    return loaded(cls, path, values, dtype=dtype, **kwargs)
-
-
-def loaded(cls: Any, path: str | Path, has_values: bool, **kwargs: Any) -> Any:
-    """cls.from_pretrained. has_values: else the model may be left on the meta device, and is where transformers knows
-    how."""
     tf = sys.modules.get("transformers")
-    stock = tf is not None and isinstance(cls, type) and (
+    stock = tf is not None and isinstance(cls, type) and (       # transformers knows how to leave it on the meta device
         issubclass(cls, tf.PreTrainedModel) or cls.__module__.startswith("transformers.models.auto."))
-    if not has_values and stock and not kwargs.keys() & {
+    if not values and stock and not kwargs.keys() & {
             "device_map", "quantization_config", "gguf_file", "state_dict", "tp_plan"}:
         with contextlib.suppress(Exception):             # what it raises is said by the way that all know
-            found = cls.from_pretrained(path, **kwargs, device_map="meta")
+            found = cls.from_pretrained(path, dtype=dtype, **kwargs, device_map="meta")
             if not any(True for _ in coded(found[0] if isinstance(found, tuple) else found)):     # no codes are there
                 return found
-    return cls.from_pretrained(path, **kwargs)
+    return cls.from_pretrained(path, dtype=dtype, **kwargs)
 
 
 # ---- several processes stream one model ----
@@ -474,7 +468,3 @@ def watch(exchange: weakref.ref[Exchange], core: _core.Engine, ranks: Ranks) -> 
             return
         del alive
         time.sleep(_LOOK_S)
-
-
-__all__ = ["find_runtime", "from_config", "from_pretrained", "read_pretrained", "runtime_of", "stream",
-           "stream_trainer", "unstream"]
