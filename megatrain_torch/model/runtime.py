@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _core
+from ..base import patches
 from ..base.errors import MegatrainError
 from ..base.limits import show_bytes
 from ..base.modes import Mode, read
@@ -115,6 +116,7 @@ class Runtime:
 
     def close(self) -> None:
         """Gives everything back."""
+        patches.release(self)
         self.cap.close()
         if self.exchange is not None:
             self.exchange.close()

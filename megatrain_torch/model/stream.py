@@ -24,7 +24,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import _core
-from ..base import patches
 from ..base.codes import coded
 from ..base.errors import MegatrainError, check_dtype
 from ..base.limits import cpus, show_bytes
@@ -177,7 +176,8 @@ def _stream(ranks: Ranks | None, module: nn.Module, where: torch.device, masters
             rt.homes.reach(ranks)
         rt.warn_unlocked()
     except BaseException:
-        _take_out(rt, module, together=False)
+        remove(module)
+        empty(rt, together=False)
         rt.close()
         raise
 
@@ -211,15 +211,10 @@ def unstream(module: nn.Module) -> nn.Module:
         rt.trace.finish()
         rt.trace.stop()
     with as_one(ranks):
-        _take_out(rt, module)
+        remove(module)
+        empty(rt)
     rt.close()
     return module
-
-
-def _take_out(rt: Runtime, module: nn.Module, together: bool = True) -> None:
-    remove(module)
-    empty(rt, together)
-    patches.release(rt)
 
 
 def stream_trainer(kind: Callable[..., Any], model: nn.Module, args: Any, *,
@@ -379,21 +374,20 @@ def check(ranks: Ranks, module: nn.Module, groups: list[Group], choices: Choices
 def engine(where: torch.device, choices: Choices, ranks: Ranks | None) -> _core.Engine:
     """With nothing in it yet; of several processes on the memory that all of this machine share."""
     threads, doors = choices.options.get("threads") or max(1, cpus() - 1), choices.doors
-    device, index = where.type, where.index or 0
+    device = where.type, where.index or 0
     if ranks is None:
-        core = _core.Engine(device, index, threads, doors.delay_us, doors.seed)
+        core = _core.Engine(*device, threads, doors.delay_us, doors.seed)
     else:
         watch_torchrun()
-        nodes = ranks.gather(_node(index) if device == "cuda" else -1)
+        nodes = ranks.gather(_node(where.index) if where.type == "cuda" else -1)
         before = os.sched_getaffinity(0)
         near = processors([nodes[r] for r in ranks.mates], nodes[ranks.rank], before)
         fd = shared(ranks, _core.share() if ranks.rank == ranks.mates[0] else -1)
         try:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, near)        # threads that begin now stay on these
-            threads = max(1, threads // len(ranks.mates))
-            core = _core.Engine(device, index, threads, doors.delay_us, doors.seed, share=fd, rank=ranks.rank,
-                                ranks=ranks.size, speakers=ranks.speakers() if ranks.apart else ())
+            core = _core.Engine(*device, max(1, threads // len(ranks.mates)), doors.delay_us, doors.seed, share=fd,
+                                rank=ranks.rank, ranks=ranks.size, speakers=ranks.speakers() if ranks.apart else ())
         finally:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, before)
