@@ -162,8 +162,7 @@ def choose(module: nn.Module, where: torch.device, fleet: Fleet, *, tokens: int 
             raise MegatrainError("tokens= and seq= go together: tokens of a training step, in sequences of seq")
         given = planner.plan(module, machine=None if where.type == "cuda" else "cpu", tokens=tokens, seq=seq,
                              vram=most, host=host_bytes, states=states or "fp32", compute=compute, products=products,
-                             dtype=dtype, units=units, nvme=disk,
-                             gpus=fleet.gpus, machines=fleet.machines)
+                             dtype=dtype, units=units, nvme=disk, gpus=fleet.gpus, machines=fleet.machines)
     if disk is not None:
         disk.room()                          # refuses a directory that is not there
     if isinstance(given, Plan):
@@ -230,8 +229,7 @@ def compute_device(device: str | torch.device | None) -> torch.device:
 # ---- does it fit ----
 
 def fitted(asked: Asked, where: torch.device, choices: Choices) -> Asked:
-    """What is asked for, with homes and slots where they were left open. Raises: it does not fit; the message says what
-    of it, and what would."""
+    """What is asked for, with homes and slots where they were left open. Raises: what does not fit, and what would."""
     host = choices.host
     free = None                              # of the device; not known on the CPU device, whose memory is the host's
     if where.type == "cuda":

@@ -134,8 +134,7 @@ class Ring:
         self.look([])
 
     def open(self, sizes: list[int], settled: list[int], have: dict[int, Slot]) -> None:
-        """Slots of these sizes for what streams, then one for each of these units, which stay there: their own of
-        before, where they have one."""
+        """Slots of these sizes for what streams, then one for each settled unit: its own of before, if it has one."""
         device = self._model.device
         if device.type == "cuda":
             torch.cuda.empty_cache()         # what was freed, in whose pieces these may not fit
@@ -301,34 +300,34 @@ class Delivery:
 
     def gather(self, slot: int, number: int, memory: Slot) -> None:
         """All portions come to be in the slot; kernels that are launched from now on find them there."""
-        rt, compute = self._model, self._model.stream()
+        rt, core, compute, unit = self._model, self._model.core, self._model.stream(), self._name(number)
         try:
             stream = compute if self._beside is None else self._beside.cuda_stream
             with torch.cuda.stream(self._beside) if rt.is_cuda else nullcontext():
-                self._gather(slot, number, memory.stretches(number, rt.core.bounds(number)), stream)
-            rt.core.gathered(number, slot, stream, compute)
+                portions = memory.stretches(number, core.bounds(number))
+                core.ready(slot, stream)
+                span = core.span(_LANE, _WORK, rt.ring.unit_of(number), stream)
+                if rt.is_cuda and rt.ranks.nccl():
+                    self._exchange(portions, f"gathers weights of unit {unit!r}")
+                else:
+                    self._control.complete(portions, f"gathers weights of unit {unit!r}")
+                core.span_end(span, sum(p.numel() for p in portions), stream)
+            core.gathered(number, slot, stream, compute)
         except BaseException as error:               # what is in the slot is not whole, and others wait for this rank
-            rt.core.fail(f"weights of unit {self._name(number)!r} were not gathered: {error}")
+            core.fail(f"weights of unit {unit!r} were not gathered: {error}")
             raise
 
-    def _gather(self, slot: int, number: int, portions: list[Tensor], stream: int) -> None:
-        core, ranks, exchange = self._model.core, self._model.ranks, self._model.exchange
-        what = f"gathers weights of unit {self._name(number)!r}"
-        core.ready(slot, stream)
-        span = core.span(_LANE, _WORK, self._model.ring.unit_of(number), stream)
-        if not self._model.is_cuda or not ranks.nccl():
-            self._control.complete(portions, what)
-        else:                                        # to each rank goes this one's portion, and each one's comes here
-            me, nothing = ranks.mates.index(ranks.rank), portions[0][:0]
-            if exchange is not None and exchange.began:
-                exchange.catch_up(self._control.most(exchange.begun))
-            out = [nothing if r == me else portions[me] for r in range(len(portions))]
-            into = [nothing if r == me else p for r, p in enumerate(portions)]
-            with ranks.control.named(what):
-                work = ranks.gathers(self._control).alltoall(into, out)
-                if work is not None:
-                    work.wait()
-        core.span_end(span, sum(p.numel() for p in portions), stream)
+    def _exchange(self, portions: list[Tensor], what: str) -> None:
+        """To each rank goes this one's portion, and each one's comes here."""
+        ranks, exchange = self._model.ranks, self._model.exchange
+        me, nothing = ranks.mates.index(ranks.rank), portions[0][:0]
+        if exchange.began:
+            exchange.catch_up(self._control.most(exchange.begun))
+        out = [nothing if r == me else portions[me] for r in range(len(portions))]
+        into = [nothing if r == me else p for r, p in enumerate(portions)]
+        with ranks.control.named(what):
+            if (work := ranks.gathers(self._control).alltoall(into, out)) is not None:
+                work.wait()
 
     def look(self) -> None:
         """Tells once that ranks open other windows, since each then waits for the others in vain."""

@@ -47,7 +47,6 @@ from .install import install, move_buffers, remove
 from .planning import Planning
 from .runtime import Runtime, runtime_of
 
-REDUCE = ("mean", "sum")
 _LOOK_S = 1.0
 _LAST_STEP_S = 10.0          # in which nothing moves: they do not go on, and this one does not wait
 
@@ -111,20 +110,20 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
 def stream_of(ranks: Ranks | None, module: nn.Module, device: str | torch.device | None, masters: bool, reduce: str,
               **asked: Any) -> None:
     """mt.stream by these processes. asked: of choices.choose."""
-    with as_one(ranks):
-        where = compute_device(device)
     try:
-        if ranks is not None:
-            ranks.connect(where)
-        _stream(ranks, module, where, masters, reduce, asked)
+        _stream(ranks, module, device, masters, reduce, asked)
     except BaseException:
         if ranks is not None:
             ranks.leave(failed=True)
         raise
 
 
-def _stream(ranks: Ranks | None, module: nn.Module, where: torch.device, masters: bool, reduce: str,
+def _stream(ranks: Ranks | None, module: nn.Module, device: str | torch.device | None, masters: bool, reduce: str,
             asked: dict[str, Any]) -> None:
+    with as_one(ranks):
+        where = compute_device(device)
+    if ranks is not None:
+        ranks.connect(where)
     with as_one(ranks):
         dtype = asked["dtype"]
         check_dtype(dtype)
@@ -146,8 +145,7 @@ def _stream(ranks: Ranks | None, module: nn.Module, where: torch.device, masters
         check(ranks, module, groups, choices, reduce)
     with as_one(ranks):
         wanted = fitted(choices.asked(type(module).__name__, groups, where), where, choices)
-    room = Room(wanted, choices.host)            # refuses planes that come later
-    room.ranks = ranks
+    room = Room(wanted, choices.host, ranks)     # refuses planes that come later
     rt = Runtime(module, where, engine(where, choices, ranks), room, choices.compute, ranks, reduce, choices.products)
     if ranks is not None:
         machines = Between(ranks, rt.core, where, choices.doors.delay_us) if ranks.apart else None
@@ -355,8 +353,8 @@ def check(ranks: Ranks, module: nn.Module, groups: list[Group], choices: Choices
     """Raises on every rank: they do not stream the same model in the same way, or what is asked for is for one."""
     homes = choices.options.get("homes", "ram")
     with as_one(ranks):
-        if reduce not in REDUCE:
-            raise MegatrainError(f"reduce={reduce!r}: use {' or '.join(map(repr, REDUCE))}")
+        if reduce not in ("mean", "sum"):
+            raise MegatrainError(f"reduce={reduce!r}: use 'mean' or 'sum'")
         if ranks.size != choices.fleet.count:
             raise MegatrainError(f"{ranks}: each machine has to have equally many")
         check_homes(choices.fleet, [homes] if isinstance(homes, str) else homes.values(),
@@ -400,16 +398,10 @@ def engine(where: torch.device, choices: Choices, ranks: Ranks | None) -> _core.
 def processors(nodes: list[int], own: int, allowed: set[int], sysfs: Path = Path("/sys")) -> set[int]:
     """Beside a rank's GPU, for the engine's threads: what they touch first, states of the rank's own portion, lies in
     the memory there (csrc/core/arena.h). All that are allowed, unless each node of the machine has equally many of its
-    ranks' GPUs: some nodes would have nothing to do else.
-
-    Args:
-        nodes: of the GPUs of this machine's ranks; -1: not known. own: of this one's. allowed: to this process.
-    """
-    found: dict[int, set[int]] = {}
-    for path in sysfs.glob("devices/system/node/node[0-9]*/cpulist"):           # which say "0-3,8"
-        ends = [list(map(int, part.split("-"))) for part in path.read_text().strip().split(",") if part]
-        there = {n for first, *last in ends for n in range(first, [first, *last][-1] + 1)}
-        found[int(path.parent.name[4:])] = there & allowed
+    ranks' GPUs: some nodes would have nothing to do else. nodes: of the GPUs of this machine's ranks; -1: not known.
+    own: of this one's. allowed: to this process."""
+    found = {int(node.name[4:]): {int(cpu.name[3:]) for cpu in node.glob("cpu[0-9]*")} & allowed
+             for node in sysfs.glob("devices/system/node/node[0-9]*")}
     many = Counter(nodes)
     even = many.keys() == {node for node, own in found.items() if own} and len(set(many.values())) == 1
     return found[own] if even else allowed
