@@ -30,7 +30,7 @@ def from_files(rank: int, group: Any, folder: str) -> dict[str, Any]:
 
     from megatrain_torch import _core
     from megatrain_torch.model import stream as pretrained
-    read, made, own = [0], [0], (_core.read_file, pretrained.loaded)
+    read, made, own = [0], [0], (_core.read_file, pretrained.read_pretrained)
 
     def counted(file: Any, *rest: Any) -> None:
         read[0] += sum(extent[2] for extent in file[2])
@@ -42,7 +42,7 @@ def from_files(rank: int, group: Any, folder: str) -> dict[str, Any]:
         return model
 
     asked = {} if group is None else {"group": group}
-    with mock.patch.object(_core, "read_file", counted), mock.patch.object(pretrained, "loaded", looked):
+    with mock.patch.object(_core, "read_file", counted), mock.patch.object(pretrained, "read_pretrained", looked):
         model = mt.from_pretrained(tf.AutoModelForCausalLM, folder, dtype=torch.bfloat16, device="cpu", **asked)
     return {"read": read[0], "made": made[0]} | _stepped(model)
 

@@ -211,8 +211,8 @@ def test_no_product_holds_a_slots_memory(form: str, how: str, folder: Callable[[
     """Else the device had all codes in the end: bitsandbytes keeps them as attributes of ctx."""
     from megatrain_torch.model import ring
     held = []
-    own = ring.SlotHooks.renew
-    monkeypatch.setattr(ring.SlotHooks, "renew", lambda self, slot: held.append(slot) or own(self, slot))
+    own = ring.Ring._renew
+    monkeypatch.setattr(ring.Ring, "_renew", lambda self, slot: held.append(slot) or own(self, slot))
     trained(streamed(with_adapter(base(folder("deep"), form)), how), 1)
     assert not held
 

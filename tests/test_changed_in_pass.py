@@ -183,8 +183,8 @@ class Reads(nn.Module):
 def test_code_that_reads_data_holds_no_slot(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else all that the model has would lie on the device in the end, a slot's memory for each unit."""
     held: list[int] = []
-    own = ring.SlotHooks.renew
-    monkeypatch.setattr(ring.SlotHooks, "renew", lambda self, slot: held.append(slot) or own(self, slot))
+    own = ring.Ring._renew
+    monkeypatch.setattr(ring.Ring, "_renew", lambda self, slot: held.append(slot) or own(self, slot))
     torch.manual_seed(0)
     model = nn.Sequential(*(Reads() for _ in range(6)))
     streamed = mt.stream(copy.deepcopy(model), "cpu", units=[*"012345"], plan={"activations": mode, "slots": 2})

@@ -23,7 +23,7 @@ from parity import LONG
 import megatrain_torch as mt
 from megatrain_torch.cli import main
 from megatrain_torch.commands.settings import Settings, read_yaml
-from megatrain_torch.model.stream import find_runtime
+from megatrain_torch.model.runtime import find_runtime
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

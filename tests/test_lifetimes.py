@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from zoo import Chain, update
 
 import megatrain_torch as mt
-from megatrain_torch.model.stream import find_runtime, runtime_of
+from megatrain_torch.model.runtime import find_runtime, runtime_of
 
 
 class Layer(nn.Module):

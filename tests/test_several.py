@@ -279,9 +279,9 @@ def test_what_a_save_brings_of_other_machines_is_given_back(pool: Pool, tmp_path
     ([0, 1], 0, range(3, 7), {3, 4, 5, 6}), ([1, 1], 1, range(3, 7), {3, 4, 5, 6})])
 def test_threads_are_beside_their_gpu_where_nodes_have_equally_many(
         nodes: list[int], own: int, allowed: range, found: set[int], tmp_path: Path) -> None:
-    for node, listed in ((0, "0-2,7\n"), (1, "3-6\n"), (2, "\n")):           # the last has memory alone
-        (folder := tmp_path / f"devices/system/node/node{node}").mkdir(parents=True)
-        (folder / "cpulist").write_text(listed)
+    for node, cpus in ((0, (0, 1, 2, 7)), (1, range(3, 7)), (2, ())):        # the last has memory alone
+        for name in ("list", *cpus):
+            (tmp_path / f"devices/system/node/node{node}/cpu{name}").mkdir(parents=True)
     assert processors(nodes, own, set(allowed), tmp_path) == found
 
 

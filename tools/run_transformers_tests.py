@@ -86,7 +86,7 @@ def _reason(report: Any) -> str:
 def _streamer() -> Stream:
     """What streams a model and notes it, by the test that runs: a line of a file, which children write too."""
     import megatrain_torch as mt
-    from megatrain_torch.model.stream import find_runtime
+    from megatrain_torch.model.runtime import find_runtime
 
     def stream(model: Any) -> Any:
         if find_runtime(model) is None:

@@ -1,6 +1,6 @@
 """What is changed of torch, transformers and accelerate, for as long as there is a streamed model.
 
-    hold(runtime)                        # until it is gone, or `release`d
+    hold(runtime)                        # until it is `release`d, as it is when it closes
     once("name", lambda: replaced(owner, "attribute", value))
 
 Each change is made once, and undone with the last streamed model. One that somebody else has put theirs over stays
@@ -8,27 +8,19 @@ below theirs, which calls it; all of ours do nothing for what is not streamed.
 """
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
-_holders: dict[int, weakref.finalize] = {}
+_holders: set[int] = set()                   # streamed models, by id: a model that is gone has been released
 _undo: dict[str, Callable[[], None]] = {}
 
 
 def hold(runtime: Any) -> None:
-    if id(runtime) not in _holders:
-        found = _holders[id(runtime)] = weakref.finalize(runtime, _let_go, id(runtime))
-        found.atexit = False
+    _holders.add(id(runtime))
 
 
 def release(runtime: Any) -> None:
-    if id(runtime) in _holders:
-        _holders[id(runtime)]()
-
-
-def _let_go(number: int) -> None:
-    del _holders[number]
+    _holders.discard(id(runtime))
     while not _holders and _undo:
         _undo.popitem()[1]()                 # the last that was made first
 

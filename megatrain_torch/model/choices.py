@@ -162,8 +162,7 @@ def choose(module: nn.Module, where: torch.device, fleet: Fleet, *, tokens: int 
             raise MegatrainError("tokens= and seq= go together: tokens of a training step, in sequences of seq")
         given = planner.plan(module, machine=None if where.type == "cuda" else "cpu", tokens=tokens, seq=seq,
                              vram=most, host=host_bytes, states=states or "fp32", compute=compute, products=products,
-                             dtype=dtype, units=units, nvme=disk,
-                             gpus=fleet.gpus, machines=fleet.machines)
+                             dtype=dtype, units=units, nvme=disk, gpus=fleet.gpus, machines=fleet.machines)
     if disk is not None:
         disk.room()                          # refuses a directory that is not there
     if isinstance(given, Plan):
@@ -230,8 +229,7 @@ def compute_device(device: str | torch.device | None) -> torch.device:
 # ---- does it fit ----
 
 def fitted(asked: Asked, where: torch.device, choices: Choices) -> Asked:
-    """What is asked for, with homes and slots where they were left open. Raises: it does not fit; the message says what
-    of it, and what would."""
+    """What is asked for, with homes and slots where they were left open. Raises: what does not fit, and what would."""
     host = choices.host
     free = None                              # of the device; not known on the CPU device, whose memory is the host's
     if where.type == "cuda":
@@ -241,14 +239,10 @@ def fitted(asked: Asked, where: torch.device, choices: Choices) -> Asked:
     most = min((n for n in (free, choices.cap) if n is not None), default=None)
     if choices.itself and choices.plan is None:
         # Until the first plan weights are in host memory; those of last units on the device where that is too small.
-        try:
-            check_weights(asked, host, most)
-        except MegatrainError:
-            fit = itertools.takewhile(lambda a: most is not None and sum(a.device().values()) <= most,
-                                      asked.moved("ram", "vram"))
-            if (found := next((a for a in fit if loads(a, host)), None)) is None:
-                raise
-            asked = found
+        if most is not None and not loads(asked, host):
+            fit = itertools.takewhile(lambda a: sum(a.device().values()) <= most, asked.moved("ram", "vram"))
+            asked = next((a for a in fit if loads(a, host)), asked)
+        check_weights(asked, host, most)
     elif choices.disk is not None and "homes" not in choices.options:
         asked = to_disk(asked, host)
     if "experts" not in choices.options and most is not None:

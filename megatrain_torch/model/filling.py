@@ -42,9 +42,8 @@ def declare(rt: Runtime, asked: Asked, choices: Choices) -> None:
         kinds = [stored_dtype(p, asked.dtype) for _, p in params]
         unit = core.add_unit(name, [DTYPES[kind] for kind in kinds], [p.numel() for _, p in params],
                              [p.requires_grad for _, p in params])
-        records = [Record(rt, unit, name, i, next(_numbers), full, p) for i, (full, p) in enumerate(params)]
-        for r, kind in zip(records, kinds):
-            r.dtype, r.nbytes = kind, r.numel * kind.itemsize
+        records = [Record(rt, unit, name, i, next(_numbers), full, p, kind)
+                   for i, ((full, p), kind) in enumerate(zip(params, kinds))]
         rt.units.append(records)
         rt.unit_names.append(name)
         rt.wholes.append(wholes_of(records))
@@ -186,7 +185,9 @@ class Origins:
         if self.fills or None in places:
             own = [r.param.detach() for r in records]
             return _in_common(self._ranks, own) if None in places else own
-        return [_mapped(place, r.param) for r, place in zip(records, places)]
+        found = [torch.from_numpy(np.memmap(path, mode="c", offset=at, shape=(r.param.nbytes,)))
+                 for r, (path, at) in zip(records, places)]
+        return [t.view(r.param.dtype).view(r.param.shape) for r, t in zip(records, found)]
 
     def everywhere(self, units: list[list[Record]]) -> None:
         """Weights are those of the first process of all, on each machine, when this is called by all and they are in
@@ -203,12 +204,6 @@ class Origins:
                     self._ranks.control.give(value)
                 for r, value in zip(exact, _in_common(self._ranks, values)):
                     r.exact = value
-
-
-def _mapped(place: Place, like: Tensor) -> Tensor:
-    path, at = place
-    found = torch.from_numpy(np.memmap(path, mode="c", offset=at, shape=(like.nbytes,)))
-    return found.view(like.dtype).view(like.shape)
 
 
 def _sum(records: list[Record]) -> int:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .. import _core
 from ..base.limits import device_taken
 from ..base.modes import DISKS
 from ..group.ranks import Ranks, as_one
@@ -45,9 +44,10 @@ def units_at(asked: Asked, *homes: str) -> list[int]:
 
 
 class Homes:
-    def __init__(self, model: Runtime, core: _core.Engine, mates: int) -> None:
-        """mates: processes of this machine that stream the model, each with files of its own in the same directory."""
-        self._model, self.core, self._mates = model, core, mates
+    def __init__(self, model: Runtime) -> None:
+        self._model, self.core = model, model.core
+        # Processes of this machine, each with files of its own in the same directory.
+        self._mates = 1 if model.ranks is None else len(model.ranks.mates)
         self.settled: dict[int, int] = {}                # units that live on the device, and their slots
         self.arrivals = Arrivals(model.itself(), ())     # of those the ones whose states come and leave
         self.on_disk: frozenset[int] = frozenset()       # units whose states are in a file
@@ -124,7 +124,7 @@ def move(rt: Runtime, plan: Plan, limit: int) -> None:
         rt.drain()
         for unit in rt.homes.arrivals.units:
             rt.homes.arrivals.dismiss(unit)
-        _Change(rt, asked, plan).make()
+        _change(rt, asked, plan)
     rt.room.asked, rt.room.summed = asked, asked.micro > 1
     if SPILLED in plan.disk and rt.core.swap_file() is None:
         rt.homes.spill_to(plan.nvme, plan.disk[SPILLED], asked, {})
@@ -140,89 +140,85 @@ def keep(rt: Runtime, plan: Plan) -> None:
         w.keep(plan.activations.get(w.name, w.mode))
 
 
-class _Change:
-    """Units on their way to other homes."""
+def _change(rt: Runtime, asked: Asked, plan: Plan) -> None:
+    """Units come to other homes, or stay where they were."""
+    before, ranks = rt.room.asked, rt.ranks if asked.homes != rt.room.asked.homes else None
+    # Where each unit is now; of those on the device, the slots that their weights are in. Both are true at every
+    # moment, so that what is there can be opened again.
+    homes, have = list(before.homes), {unit: rt.ring.slots[slot] for unit, slot in rt.homes.settled.items()}
+    if ranks is not None:                        # units move on all, or on none
+        ranks.gather(None)                       # all are here: nobody copies of a slot, which may be another's then
+    rt.ring.close()
+    try:
+        with as_one(ranks):
+            _move_units(rt, asked, plan, homes, have)
+    except BaseException as error:
+        _undo(rt, before, homes, have)
+        if ranks is not None and not rt.broken:              # it went well on some
+            rt.broken = f"units were on their way to other homes when that failed on some process: {error}"
+        raise
+    if ranks is not None:
+        rt.homes.reach(ranks)
 
-    def __init__(self, rt: Runtime, asked: Asked, plan: Plan) -> None:
-        self.rt, self.before, self.asked, self.plan = rt, rt.room.asked, asked, plan
-        # Where each unit is now; of those on the device, the slots that their weights are in. Both are true at every
-        # moment, so that what is there can be opened again.
-        self.homes = list(self.before.homes)
-        self.have = {unit: rt.ring.slots[slot] for unit, slot in rt.homes.settled.items()}
 
-    def make(self) -> None:
-        rt, ranks = self.rt, self.rt.ranks if self.asked.homes != self.before.homes else None
-        if ranks is not None:                    # units move on all, or on none
-            ranks.gather(None)                   # all are here: nobody copies of a slot, which may be another's then
+def _move_units(rt: Runtime, asked: Asked, plan: Plan, homes: list[str], have: dict[int, Slot]) -> None:
+    moving = [u for u, (old, new) in enumerate(zip(homes, asked.homes)) if old != new]
+    for unit in moving:                                  # leaves where it is
+        if homes[unit] == "through":
+            rt.core.through(unit, False)
+        elif unit in have:
+            rt.room.weights(rt.core, unit)
+            _unsettle(rt, unit)
+            del have[unit]                               # its weights were there until now
+        homes[unit] = "ram"
+    rt.homes.open_slots(asked, units_at(asked, *SETTLED), have)
+    for unit in moving:                                  # comes to where it is to be
+        home = asked.homes[unit]
+        if home in SETTLED:
+            rt.homes.take(unit)
+            have[unit] = rt.ring.slots[rt.homes.settled[unit]]
+        if home not in DISKS:
+            homes[unit] = home
+        if home == "through":
+            rt.core.through(unit, True)
+    # The file, where units have states there: laid out once, before there are any. Weights that did not get there the
+    # last time go now.
+    if not rt.homes.on_disk and asked.on_disk():
+        rt.choose_states(rt.states)
+        rt.homes.keep_on_disk(plan.nvme, asked, {})
+    for unit in units_at(asked, *DISKS):
+        homes[unit] = asked.homes[unit]
+    for unit in units_at(asked, "disk+weights"):
+        if unit not in rt.homes.filed:
+            rt.homes.file_weights(unit)
+            rt.homes.take(unit)
+
+
+def _undo(rt: Runtime, before: Asked, homes: list[str], have: dict[int, Slot]) -> None:
+    """Opens the slots again after a failure. Units that are on the device yet stay there; the others are in host
+    memory, or in the file."""
+    slots = rt.ring.slots                        # of those that were to come, and have come: they are read from
+    try:
         rt.ring.close()
-        try:
-            with as_one(ranks):
-                self._move_units()
-        except BaseException as error:
-            self._undo()
-            if ranks is not None and not rt.broken:          # it went well on some
-                rt.broken = f"units were on their way to other homes when that failed on some process: {error}"
-            raise
-        if ranks is not None:
-            rt.homes.reach(ranks)
+        for unit in [unit for unit in have if not rt.core.settled(unit)]:
+            del have[unit]
+        for unit, home in enumerate(homes):
+            if unit not in have and rt.core.settled(unit):       # it was to come
+                _unsettle(rt, unit)
+            if unit not in have and home in SETTLED:
+                homes[unit] = "ram"
+        del slots
+        was = dataclasses.replace(before, homes=tuple(homes))
+        rt.homes.open_slots(was, sorted(have), have)
+        rt.cap.hold(rt.cap.limit, was.at_home())
+    except BaseException as error:
+        rt.ring.slots = list(have.values())      # what is in them is nowhere else
+        rt.broken = f"units were on their way to other homes when that failed, and again on the way back: {error}"
 
-    def _move_units(self) -> None:
-        rt, asked = self.rt, self.asked
-        moving = [u for u, (old, new) in enumerate(zip(self.homes, asked.homes)) if old != new]
-        for unit in moving:                              # leaves where it is
-            if self.homes[unit] == "through":
-                rt.core.through(unit, False)
-            elif unit in self.have:
-                rt.room.weights(rt.core, unit)
-                self._unsettle(unit)
-                del self.have[unit]                      # its weights were there until now
-            self.homes[unit] = "ram"
-        rt.homes.open_slots(asked, units_at(asked, *SETTLED), self.have)
-        for unit in moving:                              # comes to where it is to be
-            home = asked.homes[unit]
-            if home in SETTLED:
-                rt.homes.take(unit)
-                self.have[unit] = rt.ring.slots[rt.homes.settled[unit]]
-            if home not in DISKS:
-                self.homes[unit] = home
-            if home == "through":
-                rt.core.through(unit, True)
-        # The file, where units have states there: laid out once, before there are any. Weights that did not get there
-        # the last time go now.
-        if not rt.homes.on_disk and asked.on_disk():
-            rt.choose_states(rt.states)
-            rt.homes.keep_on_disk(self.plan.nvme, asked, {})
-        for unit in units_at(asked, *DISKS):
-            self.homes[unit] = asked.homes[unit]
-        for unit in units_at(asked, "disk+weights"):
-            if unit not in rt.homes.filed:
-                rt.homes.file_weights(unit)
-                rt.homes.take(unit)
 
-    def _undo(self) -> None:
-        """Opens the slots again after a failure. Units that are on the device yet stay there; the others are in host
-        memory, or in the file."""
-        rt = self.rt
-        slots = rt.ring.slots                        # of those that were to come, and have come: they are read from
-        try:
-            rt.ring.close()
-            self.have = {unit: slot for unit, slot in self.have.items() if rt.core.settled(unit)}
-            for unit, home in enumerate(self.homes):
-                if unit not in self.have and rt.core.settled(unit):      # it was to come
-                    self._unsettle(unit)
-                if unit not in self.have and home in SETTLED:
-                    self.homes[unit] = "ram"
-            del slots
-            was = dataclasses.replace(self.before, homes=tuple(self.homes))
-            rt.homes.open_slots(was, sorted(self.have), self.have)
-            rt.cap.hold(rt.cap.limit, was.at_home())
-        except BaseException as error:
-            rt.ring.slots = list(self.have.values())      # what is in them is nowhere else
-            rt.broken = f"units were on their way to other homes when that failed, and again on the way back: {error}"
-
-    def _unsettle(self, unit: int) -> None:
-        self.rt.core.dismiss(unit)
-        self.rt.core.unsettle(unit, any(gradient.standing(r) is not None for r in self.rt.units[unit]))
+def _unsettle(rt: Runtime, unit: int) -> None:
+    rt.core.dismiss(unit)
+    rt.core.unsettle(unit, any(gradient.standing(r) is not None for r in rt.units[unit]))
 
 
 # ---- the device's limit ----

@@ -223,10 +223,9 @@ def _check_tree(rt: Runtime) -> None:
     if rt.tree_changed or refused():             # what was put in may have been taken out again
         rt.put_later = list(_put_later(rt, root))
     if names := refused():
-        raise MegatrainError(f"parameter {names[0]!r} was put into the model after mt.stream: "
-                             "change the model first (get_peft_model, load_adapter, new heads), then stream "
-                             "it; SFTTrainer(peft_config=...) changes it too late: make the trainer first "
-                             "there (mt.stream_trainer)")
+        raise MegatrainError(f"parameter {names[0]!r} was put into the model after mt.stream: change the model first "
+                             "(get_peft_model, load_adapter, new heads), then stream it; SFTTrainer(peft_config=...) "
+                             "changes it too late: make the trainer first there (mt.stream_trainer)")
     if not rt.tree_changed:
         return
     for _, p, _ in rt.put_later:
@@ -264,8 +263,7 @@ def _prepare(rt: Runtime, root: nn.Module) -> None:
     hf_calls.install()
     # torchao's save_pretrained takes plain tensors and its own, and nothing else.
     quantizer = sys.modules.get("transformers.quantizers.quantizer_torchao")
-    own = getattr(quantizer, "flatten_tensor_state_dict", None)
-    if own is not None:
+    if (own := getattr(quantizer, "flatten_tensor_state_dict", None)) is not None:
         patches.once("flatten_tensor_state_dict", lambda: patches.replaced(
             quantizer, "flatten_tensor_state_dict",
             lambda tensors: own({k: t.clone() if type(t) is HostTensor else t for k, t in tensors.items()})))

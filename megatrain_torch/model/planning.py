@@ -130,20 +130,19 @@ def batch_of(args: Any, kwargs: Any, records: Iterable[Any] = ()) -> Pass | None
 def _form(value: Any) -> Pass | None:
     if not isinstance(value, Tensor) or not value.numel():
         return None
-    ids = not value.is_floating_point() and value.dtype != torch.bool
-    if ids and value.dim() == 2:
-        return Pass(*value.shape)
-    if ids and value.dim() == 1:
-        return Pass(1, value.shape[0])
-    return Pass(*value.shape[:2]) if value.is_floating_point() and value.dim() == 3 else None
+    if value.is_floating_point():
+        return Pass(*value.shape[:2]) if value.dim() == 3 else None
+    return Pass(*(1, *value.shape)[-2:]) if value.dim() in (1, 2) and value.dtype != torch.bool else None
 
 
 # ---- plans ----
 
 class Refused(MegatrainError):
-    """mt.plan refused, or, if `unreadable`, cannot read the model; nothing was changed."""
+    """mt.plan refused; nothing was changed."""
 
-    unreadable = False
+
+class Unreadable(Refused):
+    """It cannot read the model."""
 
 
 # Where units are to be, as mt.plan takes it: homes, slots, experts, delivery.
@@ -212,8 +211,8 @@ class Planning:
             found = self._choose()
         except MegatrainError:
             self._seen = before
-            return
-        self._put_into_force(found)
+        else:
+            self._put_into_force(found)
 
     # ---- a pass begins ----
 
@@ -233,12 +232,11 @@ class Planning:
             return
         try:
             self._plan_for(found)
+        except Unreadable as error:
+            self._stuck, self.why = True, f"no plan: {error}"
+            warnings.warn(f"{self.why}; layers run again in backward, and all weights stream", stacklevel=2)
         except Refused as error:
-            if error.unreadable:
-                self._stuck, self.why = True, f"no plan: {error}"
-                warnings.warn(f"{self.why}; layers run again in backward, and all weights stream", stacklevel=2)
-            else:
-                self._refuse(error, before)
+            self._refuse(error, before)
         except BaseException:
             self._seen = before                  # this pass does not begin
             raise
@@ -355,8 +353,7 @@ class Planning:
         else:
             self._seen = before                  # another batch may fit
             if own := rt.keeps.own():
-                error = f"{error}\n\nLayers that no template runs, but their own code, which keeps more: " \
-                        f"{own_code(own)}"
+                error += f"\n\nLayers that no template runs, but their own code, which keeps more: {own_code(own)}"
             raise MegatrainError(f"{error}\n\nWithout a plan: mt.stream(model, plan={{}}), which may run out of "
                                  "memory.") from refused
 
@@ -421,9 +418,7 @@ class Planning:
         except MegatrainError as error:
             raise Refused(str(error)) from error
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            refused = Refused(f"mt.plan cannot read the model ({type(error).__name__}: {error})")
-            refused.unreadable = True
-            raise refused from error
+            raise Unreadable(f"mt.plan cannot read the model ({type(error).__name__}: {error})") from error
         return self._as_before(found)
 
     def _may(self, batch: Pass, where: Where | None = None) -> Plan | None:

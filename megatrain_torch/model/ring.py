@@ -6,6 +6,8 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cached_property
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -132,8 +134,7 @@ class Ring:
         self.look([])
 
     def open(self, sizes: list[int], settled: list[int], have: dict[int, Slot]) -> None:
-        """Slots of these sizes for what streams, then one for each of these units, which stay there: their own of
-        before, where they have one."""
+        """Slots of these sizes for what streams, then one for each settled unit: its own of before, if it has one."""
         device = self._model.device
         if device.type == "cuda":
             torch.cuda.empty_cache()         # what was freed, in whose pieces these may not fit
@@ -143,7 +144,14 @@ class Ring:
         self.look(slots)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()     # former owners of this memory are done
-        self.core.open_slots([(s.address, s.nbytes) for s in slots], SlotHooks(self))
+        ring = weakref.ref(self)             # the engine must not keep it alive
+        self.core.open_slots([(s.address, s.nbytes) for s in slots], SimpleNamespace(
+            held=lambda slot: ring().slots[slot].held(), renew=lambda slot: ring()._renew(slot)))
+
+    def _renew(self, slot: int) -> int:
+        self.slots[slot].fill()
+        self.look(self.slots)
+        return self.slots[slot].address
 
     def close(self) -> None:
         """Others will be opened. Who moves units holds those that have weights until these are elsewhere."""
@@ -259,22 +267,6 @@ class Ring:
         return mapped(out, own)
 
 
-class SlotHooks:
-    """What the C stream asks about slots. Knows the ring weakly: the engine must not keep it alive."""
-
-    def __init__(self, ring: Ring) -> None:
-        self._ring = weakref.ref(ring)
-
-    def held(self, slot: int) -> bool:
-        return self._ring().slots[slot].held()
-
-    def renew(self, slot: int) -> int:
-        ring = self._ring()
-        ring.slots[slot].fill()
-        ring.look(ring.slots)
-        return ring.slots[slot].address
-
-
 # ---- weights of which each rank has fetched its portion ----
 
 class Delivery:
@@ -294,48 +286,48 @@ class Delivery:
     def __init__(self, model: Runtime) -> None:
         self._model, self._told = model, False
         self.shards = False      # ranks fetch their portions alone, in passes that record gradients; else each all
-        # Made by the first that is gathered: the machine's ranks come there together.
-        self._mates: Control | None = None
-        self._beside: torch.cuda.Stream | None = None
+
+    # Both are made by the first that is gathered: the machine's ranks come there together.
+
+    @cached_property
+    def _control(self) -> Control:
+        ranks = self._model.ranks
+        return Control(ranks.data, ranks.control.patience, self._model.core, ranks.mates)
+
+    @cached_property
+    def _beside(self) -> torch.cuda.Stream | None:
+        return torch.cuda.Stream(self._model.device) if self._model.is_cuda else None
 
     def gather(self, slot: int, number: int, memory: Slot) -> None:
         """All portions come to be in the slot; kernels that are launched from now on find them there."""
-        rt, compute = self._model, self._model.stream()
+        rt, core, compute, unit = self._model, self._model.core, self._model.stream(), self._name(number)
         try:
-            if rt.is_cuda and self._beside is None:
-                self._beside = torch.cuda.Stream(rt.device)
             stream = compute if self._beside is None else self._beside.cuda_stream
             with torch.cuda.stream(self._beside) if rt.is_cuda else nullcontext():
-                self._gather(slot, number, memory.stretches(number, rt.core.bounds(number)), stream)
-            rt.core.gathered(number, slot, stream, compute)
+                portions = memory.stretches(number, core.bounds(number))
+                core.ready(slot, stream)
+                span = core.span(_LANE, _WORK, rt.ring.unit_of(number), stream)
+                if rt.is_cuda and rt.ranks.nccl():
+                    self._exchange(portions, f"gathers weights of unit {unit!r}")
+                else:
+                    self._control.complete(portions, f"gathers weights of unit {unit!r}")
+                core.span_end(span, sum(p.numel() for p in portions), stream)
+            core.gathered(number, slot, stream, compute)
         except BaseException as error:               # what is in the slot is not whole, and others wait for this rank
-            rt.core.fail(f"weights of unit {self._name(number)!r} were not gathered: {error}")
+            core.fail(f"weights of unit {unit!r} were not gathered: {error}")
             raise
 
-    def _gather(self, slot: int, number: int, portions: list[Tensor], stream: int) -> None:
-        core, ranks, exchange = self._model.core, self._model.ranks, self._model.exchange
-        what = f"gathers weights of unit {self._name(number)!r}"
-        core.ready(slot, stream)
-        span = core.span(_LANE, _WORK, self._model.ring.unit_of(number), stream)
-        if not self._model.is_cuda or not ranks.nccl():
-            self._control().complete(portions, what)
-        else:                                        # to each rank goes this one's portion, and each one's comes here
-            me, nothing = ranks.mates.index(ranks.rank), portions[0][:0]
-            if exchange is not None and exchange.began:
-                exchange.catch_up(self._control().most(exchange.begun))
-            out = [nothing if r == me else portions[me] for r in range(len(portions))]
-            into = [nothing if r == me else p for r, p in enumerate(portions)]
-            with ranks.control.named(what):
-                work = ranks.gathers(self._control()).alltoall(into, out)
-                if work is not None:
-                    work.wait()
-        core.span_end(span, sum(p.numel() for p in portions), stream)
-
-    def _control(self) -> Control:
-        if self._mates is None:
-            ranks = self._model.ranks
-            self._mates = Control(ranks.data, ranks.control.patience, self._model.core, ranks.mates)
-        return self._mates
+    def _exchange(self, portions: list[Tensor], what: str) -> None:
+        """To each rank goes this one's portion, and each one's comes here."""
+        ranks, exchange = self._model.ranks, self._model.exchange
+        me, nothing = ranks.mates.index(ranks.rank), portions[0][:0]
+        if exchange.began:
+            exchange.catch_up(self._control.most(exchange.begun))
+        out = [nothing if r == me else portions[me] for r in range(len(portions))]
+        into = [nothing if r == me else p for r, p in enumerate(portions)]
+        with ranks.control.named(what):
+            if (work := ranks.gathers(self._control).alltoall(into, out)) is not None:
+                work.wait()
 
     def look(self) -> None:
         """Tells once that ranks open other windows, since each then waits for the others in vain."""

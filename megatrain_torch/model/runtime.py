@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _core
+from ..base import patches
 from ..base.errors import MegatrainError
 from ..base.limits import show_bytes
 from ..base.modes import Mode, read
@@ -47,8 +48,7 @@ runtimes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Runtime]] = weakref.W
 
 def runtime_of(module: nn.Module) -> Runtime:
     """The runtime of a streamed model or of any module inside one. Raises: the module is not streamed."""
-    rt = find_runtime(module)
-    if rt is None:
+    if (rt := find_runtime(module)) is None:
         raise MegatrainError(f"{type(module).__name__} is not streamed: call mt.stream(model) first")
     return rt
 
@@ -100,9 +100,7 @@ class Runtime:
         self.handover = HandOver(own)
         self.exchange = None if ranks is None else Exchange(own, self.handover, ranks, reduce == "mean")
         self.swap, self.expansions, self.delivery = Swap(own), Expansions(), Delivery(own)
-        self.ring = Ring(own)
-        self.homes = Homes(own, core, 1 if ranks is None else len(ranks.mates))
-        self.keeps = Keeps(own)
+        self.ring, self.homes, self.keeps = Ring(own), Homes(own), Keeps(own)
 
     def __del__(self) -> None:
         """The last who had it let go: the device's limit is lifted, and the engine ends before slots are freed."""
@@ -115,6 +113,7 @@ class Runtime:
 
     def close(self) -> None:
         """Gives everything back."""
+        patches.release(self)
         self.cap.close()
         if self.exchange is not None:
             self.exchange.close()
@@ -151,8 +150,7 @@ class Runtime:
         self.room.asked = dataclasses.replace(self.room.asked, states=asked)
 
     def finish_save(self) -> None:
-        """Waits for a save that is under way, and tells what went wrong with it, unless its own wait() did.
-        Interrupted, it is under way still."""
+        """Waits for a save under way, and tells what went wrong unless its wait() did. Interrupted, it still is."""
         if self.saving is not None:
             try:
                 if not self.saving._told:
@@ -183,8 +181,7 @@ class Runtime:
                 self.door.leave()
 
     def begin_pass(self, who: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """A root forward starts: what went wrong, and what the user changed, since the last one is looked at; its
-        inputs come to the compute device."""
+        """A root forward starts: what went wrong, or was changed, is looked at; inputs come to the compute device."""
         self.core.check()
         if self.broken:
             raise MegatrainError(self.broken)
@@ -229,19 +226,18 @@ class Runtime:
 
     def notice_changes(self) -> None:
         """What the user changed on parameters: values, and requires_grad."""
-        params = [r.param for r in self.records]
-        take_back([p for p in params if p is not None])      # of a step that broke off
+        take_back([p for r in self.records if (p := r.param) is not None])       # of a step that broke off
         for r in self.records:
             r.notice_write()
         # A pass that records nothing need not know what is trained: adapters are switched for it, and back before the
         # backward of another.
         if not self._windows_know or torch.is_grad_enabled():
-            self.follow_requires_grad(params)
+            self.follow_requires_grad()
 
-    def follow_requires_grad(self, params: list[nn.Parameter | None] | None = None) -> None:
-        """There are gradients of the parameters that say so now. params: of the records."""
+    def follow_requires_grad(self) -> None:
+        """There are gradients of the parameters that say so now."""
         with torch._C.DisableTorchFunctionSubclass():
-            trains = [p is not None and p.requires_grad for p in params or [r._param() for r in self.records]]
+            trains = [(p := r._param()) is not None and p.requires_grad for r in self.records]
         for r, on in zip(self.records, trains):
             if on != r.was_trainable:
                 r.was_trainable = on
@@ -258,23 +254,20 @@ class Runtime:
 
     def warn_unlocked(self) -> None:
         """Says once that the driver cannot lock all host memory, as soon as that is known."""
-        if self._told_unlocked:
-            return
         nbytes, why = self.core.unlocked()
-        if nbytes:
+        if nbytes and not self._told_unlocked:
             self._told_unlocked = True
-            warnings.warn(
-                f"{show_bytes(nbytes)} of host memory, and what comes after, could not be locked for the GPU ({why}). "
-                "Copies of it go through a small buffer: the same results, slower. To lock more: a larger `ulimit -l` "
-                "or memory limit of the container; under WSL2, more memory for Windows, which allows about half of "
-                "its own; or less to lock: fewer parameters, or units at home in VRAM", stacklevel=4)
+            warnings.warn(f"{show_bytes(nbytes)} of host memory, and what comes after, could not be locked for the GPU "
+                          f"({why}). Copies of it go through a small buffer: the same results, slower. To lock more: a "
+                          "larger `ulimit -l` or memory limit of the container; under WSL2, more memory for Windows, "
+                          "which allows about half of its own; or less to lock: fewer parameters, or units at home in "
+                          "VRAM", stacklevel=4)
 
     # ---- weights that are read outside of their window, in a forward or a backward ----
 
     def read(self, record: Record) -> Tensor:
         """What a read gives, the same each time: the weights are fetched when something is done with it."""
-        found = self._read.get(record)
-        if found is None:
+        if (found := self._read.get(record)) is None:
             if record.trainable:
                 refuse_functorch(record.name)
             whole = record.whole
@@ -391,9 +384,8 @@ class Keeps:
                 raise
             self.look()
             rt, plan, own = self._model, self.plan, self.own()
-            told = ""
-            if own:
-                told = f"layers that no template runs, but their own code, which keeps more: {own_code(own)}\n"
+            told = "" if not own else \
+                f"layers that no template runs, but their own code, which keeps more: {own_code(own)}\n"
             if plan is not None:
                 parts = ", ".join(f"{what} {show_bytes(n)}" for what, n in plan.vram.items() if n)
                 told += f"the plan in force counts {show_bytes(plan.vram_bytes)} of the device: {parts}\n"

@@ -24,7 +24,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import _core
-from ..base import patches
 from ..base.codes import coded
 from ..base.errors import MegatrainError, check_dtype
 from ..base.limits import cpus, show_bytes
@@ -46,10 +45,8 @@ from .choices import Choices, check_model, choose, compute_device, fitted
 from .filling import Origins, declare, empty, fill
 from .install import install, move_buffers, remove
 from .planning import Planning
-from .registry import runtime_of
-from .runtime import Runtime, find_runtime
+from .runtime import Runtime, runtime_of
 
-REDUCE = ("mean", "sum")
 _LOOK_S = 1.0
 _LAST_STEP_S = 10.0          # in which nothing moves: they do not go on, and this one does not wait
 
@@ -113,20 +110,20 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
 def stream_of(ranks: Ranks | None, module: nn.Module, device: str | torch.device | None, masters: bool, reduce: str,
               **asked: Any) -> None:
     """mt.stream by these processes. asked: of choices.choose."""
-    with as_one(ranks):
-        where = compute_device(device)
     try:
-        if ranks is not None:
-            ranks.connect(where)
-        _stream(ranks, module, where, masters, reduce, asked)
+        _stream(ranks, module, device, masters, reduce, asked)
     except BaseException:
         if ranks is not None:
             ranks.leave(failed=True)
         raise
 
 
-def _stream(ranks: Ranks | None, module: nn.Module, where: torch.device, masters: bool, reduce: str,
+def _stream(ranks: Ranks | None, module: nn.Module, device: str | torch.device | None, masters: bool, reduce: str,
             asked: dict[str, Any]) -> None:
+    with as_one(ranks):
+        where = compute_device(device)
+    if ranks is not None:
+        ranks.connect(where)
     with as_one(ranks):
         dtype = asked["dtype"]
         check_dtype(dtype)
@@ -148,8 +145,7 @@ def _stream(ranks: Ranks | None, module: nn.Module, where: torch.device, masters
         check(ranks, module, groups, choices, reduce)
     with as_one(ranks):
         wanted = fitted(choices.asked(type(module).__name__, groups, where), where, choices)
-    room = Room(wanted, choices.host)            # refuses planes that come later
-    room.ranks = ranks
+    room = Room(wanted, choices.host, ranks)     # refuses planes that come later
     rt = Runtime(module, where, engine(where, choices, ranks), room, choices.compute, ranks, reduce, choices.products)
     if ranks is not None:
         machines = Between(ranks, rt.core, where, choices.doors.delay_us) if ranks.apart else None
@@ -178,7 +174,8 @@ def _stream(ranks: Ranks | None, module: nn.Module, where: torch.device, masters
             rt.homes.reach(ranks)
         rt.warn_unlocked()
     except BaseException:
-        _take_out(rt, module, together=False)
+        remove(module)
+        empty(rt, together=False)
         rt.close()
         raise
 
@@ -212,15 +209,10 @@ def unstream(module: nn.Module) -> nn.Module:
         rt.trace.finish()
         rt.trace.stop()
     with as_one(ranks):
-        _take_out(rt, module)
+        remove(module)
+        empty(rt)
     rt.close()
     return module
-
-
-def _take_out(rt: Runtime, module: nn.Module, together: bool = True) -> None:
-    remove(module)
-    empty(rt, together)
-    patches.release(rt)
 
 
 def stream_trainer(kind: Callable[..., Any], model: nn.Module, args: Any, *,
@@ -301,7 +293,8 @@ def from_pretrained(cls: Any, path: str | Path, *, device: str | torch.device | 
     ranks = ranks_of(group)
     with as_one(ranks):
         if base is None:
-            found = loaded(cls, path, ranks is None or ranks.rank == ranks.mates[0], dtype="auto", **kwargs)
+            values = ranks is None or ranks.rank == ranks.mates[0]
+            found = read_pretrained(cls, path, values=values, **kwargs)
         else:
             found, dtype = with_base(cls, path, base, dtype, **kwargs), None
     model, *report = found if isinstance(found, tuple) else (found,)
@@ -342,22 +335,16 @@ def read_pretrained(cls: Any, path: str | Path, *, base: str | None = None, dtyp
         return with_base(cls, path, base, None if dtype == "auto" else dtype, **kwargs)
     if base == "whole":
         kwargs |= expands(importlib.import_module("transformers").AutoConfig.from_pretrained(path))
-    return loaded(cls, path, values, dtype=dtype, **kwargs)
-
-
-def loaded(cls: Any, path: str | Path, has_values: bool, **kwargs: Any) -> Any:
-    """cls.from_pretrained. has_values: else the model may be left on the meta device, and is where transformers knows
-    how."""
     tf = sys.modules.get("transformers")
-    stock = tf is not None and isinstance(cls, type) and (
+    stock = tf is not None and isinstance(cls, type) and (       # transformers knows how to leave it on the meta device
         issubclass(cls, tf.PreTrainedModel) or cls.__module__.startswith("transformers.models.auto."))
-    if not has_values and stock and not kwargs.keys() & {
+    if not values and stock and not kwargs.keys() & {
             "device_map", "quantization_config", "gguf_file", "state_dict", "tp_plan"}:
         with contextlib.suppress(Exception):             # what it raises is said by the way that all know
-            found = cls.from_pretrained(path, **kwargs, device_map="meta")
+            found = cls.from_pretrained(path, dtype=dtype, **kwargs, device_map="meta")
             if not any(True for _ in coded(found[0] if isinstance(found, tuple) else found)):     # no codes are there
                 return found
-    return cls.from_pretrained(path, **kwargs)
+    return cls.from_pretrained(path, dtype=dtype, **kwargs)
 
 
 # ---- several processes stream one model ----
@@ -366,8 +353,8 @@ def check(ranks: Ranks, module: nn.Module, groups: list[Group], choices: Choices
     """Raises on every rank: they do not stream the same model in the same way, or what is asked for is for one."""
     homes = choices.options.get("homes", "ram")
     with as_one(ranks):
-        if reduce not in REDUCE:
-            raise MegatrainError(f"reduce={reduce!r}: use {' or '.join(map(repr, REDUCE))}")
+        if reduce not in ("mean", "sum"):
+            raise MegatrainError(f"reduce={reduce!r}: use 'mean' or 'sum'")
         if ranks.size != choices.fleet.count:
             raise MegatrainError(f"{ranks}: each machine has to have equally many")
         check_homes(choices.fleet, [homes] if isinstance(homes, str) else homes.values(),
@@ -385,21 +372,20 @@ def check(ranks: Ranks, module: nn.Module, groups: list[Group], choices: Choices
 def engine(where: torch.device, choices: Choices, ranks: Ranks | None) -> _core.Engine:
     """With nothing in it yet; of several processes on the memory that all of this machine share."""
     threads, doors = choices.options.get("threads") or max(1, cpus() - 1), choices.doors
-    device, index = where.type, where.index or 0
+    device = where.type, where.index or 0
     if ranks is None:
-        core = _core.Engine(device, index, threads, doors.delay_us, doors.seed)
+        core = _core.Engine(*device, threads, doors.delay_us, doors.seed)
     else:
         watch_torchrun()
-        nodes = ranks.gather(_node(index) if device == "cuda" else -1)
+        nodes = ranks.gather(_node(where.index) if where.type == "cuda" else -1)
         before = os.sched_getaffinity(0)
         near = processors([nodes[r] for r in ranks.mates], nodes[ranks.rank], before)
         fd = shared(ranks, _core.share() if ranks.rank == ranks.mates[0] else -1)
         try:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, near)        # threads that begin now stay on these
-            threads = max(1, threads // len(ranks.mates))
-            core = _core.Engine(device, index, threads, doors.delay_us, doors.seed, share=fd, rank=ranks.rank,
-                                ranks=ranks.size, speakers=ranks.speakers() if ranks.apart else ())
+            core = _core.Engine(*device, max(1, threads // len(ranks.mates)), doors.delay_us, doors.seed, share=fd,
+                                rank=ranks.rank, ranks=ranks.size, speakers=ranks.speakers() if ranks.apart else ())
         finally:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, before)
@@ -412,16 +398,10 @@ def engine(where: torch.device, choices: Choices, ranks: Ranks | None) -> _core.
 def processors(nodes: list[int], own: int, allowed: set[int], sysfs: Path = Path("/sys")) -> set[int]:
     """Beside a rank's GPU, for the engine's threads: what they touch first, states of the rank's own portion, lies in
     the memory there (csrc/core/arena.h). All that are allowed, unless each node of the machine has equally many of its
-    ranks' GPUs: some nodes would have nothing to do else.
-
-    Args:
-        nodes: of the GPUs of this machine's ranks; -1: not known. own: of this one's. allowed: to this process.
-    """
-    found: dict[int, set[int]] = {}
-    for path in sysfs.glob("devices/system/node/node[0-9]*/cpulist"):           # which say "0-3,8"
-        ends = [list(map(int, part.split("-"))) for part in path.read_text().strip().split(",") if part]
-        there = {n for first, *last in ends for n in range(first, [first, *last][-1] + 1)}
-        found[int(path.parent.name[4:])] = there & allowed
+    ranks' GPUs: some nodes would have nothing to do else. nodes: of the GPUs of this machine's ranks; -1: not known.
+    own: of this one's. allowed: to this process."""
+    found = {int(node.name[4:]): {int(cpu.name[3:]) for cpu in node.glob("cpu[0-9]*")} & allowed
+             for node in sysfs.glob("devices/system/node/node[0-9]*")}
     many = Counter(nodes)
     even = many.keys() == {node for node, own in found.items() if own} and len(set(many.values())) == 1
     return found[own] if even else allowed
@@ -474,7 +454,3 @@ def watch(exchange: weakref.ref[Exchange], core: _core.Engine, ranks: Ranks) -> 
             return
         del alive
         time.sleep(_LOOK_S)
-
-
-__all__ = ["find_runtime", "from_config", "from_pretrained", "read_pretrained", "runtime_of", "stream",
-           "stream_trainer", "unstream"]

@@ -161,10 +161,10 @@ def loading(asked: Asked, own: list[int]) -> dict[str, int]:
 class Room:
     """Whether what comes after streaming fits: each method raises MegatrainError, with all as before, where not."""
 
-    def __init__(self, asked: Asked, limit: int | None) -> None:
+    def __init__(self, asked: Asked, limit: int | None, ranks: Ranks | None = None) -> None:
         self.asked = asked                      # what the model was streamed with
         self.limit = limit                      # of host memory, the user's; None: what is measured counts
-        self.ranks: Ranks | None = None         # the processes that have these planes together; None: this one is alone
+        self.ranks = ranks                      # the processes that have these planes together; None: this one is alone
         self.begun = False                      # room for gradients was asked for, at least
         self.summed = asked.micro > 1           # for sums of micro-batches too
 

@@ -39,12 +39,12 @@ class Record:
     """Where a parameter is, and where its gradient stands in this step."""
 
     def __init__(self, runtime: Runtime, unit: int, unit_name: str, index: int, pid: int, name: str,
-                 param: torch.nn.Parameter) -> None:
+                 param: torch.nn.Parameter, dtype: torch.dtype) -> None:
+        """dtype: of the weights in the store, to which the parameter is converted."""
         self._runtime, self._param = weakref.ref(runtime), weakref.ref(param)
         self.unit, self.unit_name, self.index, self.pid, self.name = unit, unit_name, index, pid, name
-        self.shape, self.dtype, self.numel = param.shape, param.dtype, param.numel()
-        self.stride = dense_stride(param)
-        self.nbytes = self.numel * param.element_size()
+        self.shape, self.dtype, self.numel = param.shape, dtype, param.numel()
+        self.stride, self.nbytes = dense_stride(param), self.numel * dtype.itemsize
         self.offset = self.address = 0
         self.host: Tensor | None = None     # plain, over plane HI; shares the parameter's version counter
         self.version = 0                    # `host._version` when the ledger last heard of a write
