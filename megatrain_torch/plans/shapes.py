@@ -60,11 +60,6 @@ class Unit:
         """Bytes of what is fetched at once."""
         return self.fetched or (self.weights,)
 
-    @property
-    def visiting(self) -> dict[str, int]:
-        """Bytes by plane of what arrives for an update, and leaves."""
-        return {"masters": self.masters, "moments": self.moments}
-
 
 @dataclass(frozen=True)
 class Product:
@@ -159,16 +154,13 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
     loss = loss_of(trainer) if trainer is not None else loss_of(type(its and its()))     # without one: OWN
     if layers is not None:
         check_count(layers, "layers")
-    if base is not None or adapter is not None:         # what mt.from_pretrained makes of such a checkpoint
-        if isinstance(model, nn.Module):
-            raise MegatrainError("base, adapter: of a config; a module is planned as it is, with its codes and "
-                                 "adapters")
-        model, layers, dtype = shaped(model, base, layers, dtype), None, None
+    if not isinstance(model, nn.Module):                # what mt.from_pretrained makes of such a checkpoint
+        model, dtype = shaped(model, base, layers, dtype), None
         if adapter is not None:
             with torch.random.fork_rng(devices=[]):      # adapters are made with numbers
                 model = importlib.import_module("peft").get_peft_model(model, adapter)
-    if not isinstance(model, nn.Module):
-        model, dtype = from_config(model, layers, dtype)
+    elif base is not None or adapter is not None:
+        raise MegatrainError("base, adapter: of a config; a module is planned as it is, with its codes and adapters")
     elif layers is not None:
         raise MegatrainError("layers: a module has the layers it has; give its config instead")
     found = find(model, units)
@@ -227,9 +219,8 @@ def _coded(name: str, windows: list[Window]) -> list[Window]:
     return [dataclasses.replace(w, coded=w.name in layers) for w in windows]
 
 
-def from_config(config: Any, layers: int | None = None, dtype: torch.dtype | None = None
-                ) -> tuple[nn.Module, torch.dtype]:
-    """A model on the meta device, and the type that its weights have, or are to have."""
+def shaped(config: Any, base: str | None, layers: int | None = None, dtype: torch.dtype | None = None) -> nn.Module:
+    """A config's model on the meta device, its linear layers as mt.from_pretrained(base=) would have them."""
     try:
         import transformers
     except ImportError:
@@ -245,12 +236,7 @@ def from_config(config: Any, layers: int | None = None, dtype: torch.dtype | Non
     auto = transformers.AutoModelForCausalLM if type(config) in kinds else transformers.AutoModel
     with torch.device("meta"):
         model = auto.from_config(config)
-    return model, dtype or getattr(config, "dtype", None) or torch.bfloat16
-
-
-def shaped(config: Any, base: str | None, layers: int | None = None, dtype: torch.dtype | None = None) -> nn.Module:
-    """A config's model on the meta device, its linear layers as mt.from_pretrained(base=) would have them."""
-    model, dtype = from_config(config, layers, dtype)
+    dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
     model.to(dtype)
     if base is not None:
         shape_codes(model, config, base, dtype)

@@ -71,11 +71,6 @@ class Fleet:
         gpus = f"{self.gpus} GPU{'s' * (self.gpus > 1)}"
         return f"{self.machines} machines of {gpus}" if self.machines > 1 else gpus
 
-    @property
-    def each(self) -> str:
-        """In front of what is said of one GPU."""
-        return "" if self.alone else f"{self}, each with "
-
     def tiers(self, machine: Machine, vram: dict[str, int], host: dict[str, int]) -> list[Tier]:
         """(title, bytes by what they hold, bytes there are) of both memories, or of both parts of the only one."""
         device = "host memory as device memory" if machine.one_memory else "device memory"
