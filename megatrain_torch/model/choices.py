@@ -241,14 +241,10 @@ def fitted(asked: Asked, where: torch.device, choices: Choices) -> Asked:
     most = min((n for n in (free, choices.cap) if n is not None), default=None)
     if choices.itself and choices.plan is None:
         # Until the first plan weights are in host memory; those of last units on the device where that is too small.
-        try:
-            check_weights(asked, host, most)
-        except MegatrainError:
-            fit = itertools.takewhile(lambda a: most is not None and sum(a.device().values()) <= most,
-                                      asked.moved("ram", "vram"))
-            if (found := next((a for a in fit if loads(a, host)), None)) is None:
-                raise
-            asked = found
+        fit = itertools.takewhile(lambda a: most is not None and sum(a.device().values()) <= most,
+                                  asked.moved("ram", "vram"))
+        asked = next((a for a in itertools.chain([asked], fit) if loads(a, host)), asked)
+        check_weights(asked, host, most)
     elif choices.disk is not None and "homes" not in choices.options:
         asked = to_disk(asked, host)
     if "experts" not in choices.options and most is not None:

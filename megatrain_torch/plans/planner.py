@@ -157,15 +157,16 @@ class Plan(Shown):
         cut += f"; {self.states} states" * (self.states != "fp32")
         cut += "; products in fp8" * (self.products == "fp8")
         cut += "; weights in shards" * (self.delivery == "shards")
-        each, all_of = ("", "") if self.fleet.alone else (f"{self.fleet}, each with ", " in all")
         lines = [f"{self.model}: {self.parameters / 1e9:.3f} B parameters, {frozen}",
-                 f"{each}{self.tokens:,} tokens a step in sequences of {self.seq:,}, {cut}; {self.compute} layers"]
+                 f"{self.fleet.each}{self.tokens:,} tokens a step in sequences of {self.seq:,}, {cut}; {self.compute} "
+                 "layers"]
         if self.own:
             lines.append(f"own code: {own_code(self.own)}")
         if self.assumed and self.compute == "fused" and len(self.own) < len(self.activations):
             lines.append("templates: relies on no hooks inside layers, and on autocast to no other type than the "
                          "weights'")
         lines.append(f"{self.machine.name}: rates {self.machine.source}")
+        all_of = "" if self.fleet.alone else " in all"
         lines.append(f"predicted: {self.tokens_per_second:,.0f} tokens/s{all_of}, {self.seconds:.4g} s a step "
                      f"({self.forward_s:.3g} forward); bound by {LANES.get(self.bound, self.bound)}")
         if self.machines > 1:   # so that nothing waits: new weights within a forward, all gradients within a backward
@@ -177,11 +178,10 @@ class Plan(Shown):
         return "\n".join(lines)
 
     def _tables(self) -> list[Table]:
-        lanes: list[tuple[str, ...]] = [("lane", "busy s", "of the step", "compute waits for it")]
-        for name, s in self.busy.items():
-            if s or name in self.idle:
-                wait = f"{self.idle[name]:.3g} s" if self.idle.get(name) else ""
-                lanes.append((LANES.get(name, name), f"{s:.4g}", f"{s / self.seconds:.0%}", wait))
+        lanes = [("lane", "busy s", "of the step", "compute waits for it"),
+                 *((LANES.get(name, name), f"{s:.4g}", f"{s / self.seconds:.0%}",
+                    f"{self.idle[name]:.3g} s" if name in self.idle else "")
+                   for name, s in self.busy.items() if s or name in self.idle)]
         return [self._placement(), *(bytes_table(*tier) for tier in self.tiers), ("", lanes)]
 
     def _placement(self) -> Table:

@@ -27,7 +27,7 @@ from ..store.disk import BAYS, BUNDLE_PADDING_BYTES, FEED_BYTES, MEMORY_BYTES, P
 from .cost import CACHE_SHARE, OFFLOAD_DEPTH, STAGINGS, Cost, cost_of
 from .machine import Machine
 from .shapes import Shape, Window
-from .tally import ALONE, LENT, SETTLED, THROUGH_BYTES, Exchange, Fleet, Tally, coded
+from .tally import ADDED_BYTES, ALONE, LENT, SETTLED, THROUGH_BYTES, Exchange, Fleet, Tally, coded
 
 MOST_SIMULATIONS = 20000    # a second; a search of a hundred layers takes some hundred
 WORTH_THROUGH = 1.01        # README's loop, 7B width, 24 GiB, measured 2.4 % where plans have 1.6 to 2.7
@@ -287,8 +287,13 @@ class Problem:
                 self._choice(row, ring, micro, modes))
 
     def _memory_s(self, codes: np.ndarray, micro: int) -> np.ndarray:
-        updated = (self._of_units("trained") * ~np.isin(codes, coded(SETTLED))).sum(-1)
-        return self.exchange.memory_s(updated, micro, self.wishes.states)
+        """Of the host's memory, which several GPUs share, for what is no copy of one of them."""
+        updated, fleet = (self._of_units("trained") * ~np.isin(codes, coded(SETTLED))).sum(-1), self.wishes.fleet
+        if fleet.alone:
+            return np.zeros_like(updated)
+        moved = updated / fleet.machines * moved_bytes(self.wishes.states) \
+            + (micro - 1) * updated / fleet.machines * ADDED_BYTES
+        return micro * self.exchange.link_bytes / self.exchange.memory_rate + moved / self.exchange.host_rate
 
     # ---- as arrays ----
 

@@ -65,9 +65,10 @@ class Unit:
 class Product:
     """A matrix product: `rows` rows per token (experts per token in a mixture), fan_in to fan_out."""
 
-    part: str           # "qkv", "out", "up", "down", "router", "head"; "latent": makes q, k and v of the few numbers
-    #                     that "qkv" gives then; "adapter": of LoRA, beside one of the others; or "folded": of LoRA,
-    #                     in a sum with experts' matrices, so that it is a product in backward alone
+    # "qkv", "out", "up", "down", "router", "head"; "latent": makes q, k and v of the few numbers that "qkv" gives then;
+    # "adapter": of LoRA, beside one of the others; or "folded": of LoRA, in a sum with experts' matrices, so that it is
+    # a product in backward alone
+    part: str
     fan_in: int
     fan_out: int
     rows: float
@@ -176,29 +177,25 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
         windows.append(dataclasses.replace(made, loss=loss) if made.kind == "head" else made)
     if products == "fp8":
         windows = _coded(type(model).__name__, windows)
-    modules = {name or type(model).__name__: m for name, m in found.windows}
 
     def shape_with(states: str, experts: int = 0) -> Shape:
         own = [unit_bytes(name, params, dtype, states, experts=experts) for name, params in groups]
-        cut = tuple(_in_pieces(w, modules[w.name], experts) if any(own[u].fetched for u in w.units) else w
-                    for w in windows)
-        return Shape(type(model).__name__, tuple(own), cut,
-                     max([usual_experts(params) for _, params in groups], default=0))
+        cut = (_in_pieces(w, m, experts) if any(own[u].fetched for u in w.units) else w
+               for w, (_, m) in zip(windows, found.windows))
+        return Shape(type(model).__name__, tuple(own), tuple(cut), max(usual_experts(params) for _, params in groups))
 
     return shape_with
 
 
 def _in_pieces(w: Window, module: nn.Module, experts: int) -> Window:
     """Where so many experts are fetched at a time."""
-    t = w.template
+    t, cut = w.template, None
     if t is not None and t.experts[0]:
         count, made, each = t.experts
         share = min(1.0, experts / count)
-        t = dataclasses.replace(t, expanded=(t.expanded[0] - math.floor(made * (1 - share)), t.expanded[1]),
-                                tiled=(math.floor(each * (1 - share)), 0, 0), parts=-(-count // experts))
-    else:
-        t = None
-    return dataclasses.replace(w, template=t, dense=_dense(module, w.itemsize, experts))
+        cut = dataclasses.replace(t, expanded=(t.expanded[0] - math.floor(made * (1 - share)), t.expanded[1]),
+                                  tiled=(math.floor(each * (1 - share)), 0, 0), parts=-(-count // experts))
+    return dataclasses.replace(w, template=cut, dense=_dense(module, w.itemsize, experts))
 
 
 def _dense(module: nn.Module, item: int, experts: int = 0) -> tuple[int, int]:
@@ -354,18 +351,12 @@ def _part(name: str) -> str:
 
 def _hidden(products: tuple[Product, ...], parameters: dict[str, nn.Parameter]) -> int:
     """Width of what passes between windows: what attention gives back, else what the first product takes."""
-    for p in products:
-        if p.part == "out":
-            return p.fan_out
     if products:
-        return products[0].fan_in
+        return next((p.fan_out for p in products if p.part == "out"), products[0].fan_in)
     return max((p.shape[-1] for p in parameters.values() if p.dim()), default=0)
 
 
 def _attribute(configs: list[Any], module: nn.Module, names: tuple[str, ...], default: int) -> int:
     """An int that some module of the window, or one of the model's configs, calls by one of these names."""
-    for place in itertools.chain(module.modules(), configs):
-        for name in names:
-            if type(value := getattr(place, name, None)) is int:
-                return value
-    return default
+    found = (getattr(place, name, None) for place in itertools.chain(module.modules(), configs) for name in names)
+    return next((value for value in found if type(value) is int), default)
