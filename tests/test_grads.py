@@ -4,7 +4,6 @@ The C side is tests/c/test_lend.c.
 """
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +193,7 @@ def test_a_plan_with_a_disk_has_the_buffers_that_take_least_time(monkeypatch: py
 
     def timed(self: Problem, than: float) -> Any:
         (choice, timing), took = best(self), seconds[self.wishes.lent]
-        return (choice, dataclasses.replace(timing, seconds=took)) if took < than else None
+        return (choice, timing._replace(seconds=took)) if took < than else None
 
     monkeypatch.setattr(Problem, "best", timed)
     asked = dict(tokens=4096, seq=512, machine=FLAT, nvme=tmp_path, grads="none")

@@ -251,7 +251,7 @@ def test_a_plan_stays_within_its_limits_by_its_own_count(vram: int, host: int, a
         return
     p, choice, _ = found
     assert sum(p.device_bytes(choice).values()) <= vram
-    assert sum(p.host_bytes(choice.homes, choice.micro, choice.modes).values()) <= host
+    assert sum(p.host_bytes(choice).values()) <= host
 
 
 @settings(max_examples=80, deadline=None)
@@ -336,8 +336,8 @@ def test_a_disk_is_used_only_where_memory_is_short(vram: int, host: int, room: i
         assert found is not None and found[2] <= without[2]
     if found is not None:
         p, choice, _ = found
-        assert sum(p.disk_bytes(choice.homes, choice.micro).values()) <= room
-        assert sum(p.host_bytes(choice.homes, choice.micro).values()) <= host
+        assert sum(p.disk_bytes(choice).values()) <= room
+        assert sum(p.host_bytes(choice).values()) <= host
 
 
 def test_a_machine_too_small_is_named_as_such() -> None:
@@ -405,7 +405,7 @@ def test_activations_in_a_file_stay_within_their_room() -> None:
     def found(room: int) -> tuple[int, int]:
         p = problem(SMALL, 4 * GIB, seq=2048, nvme=room, homes="ram", activations="selective+disk")
         choice = p.best()[0]
-        return choice.micro, sum(p.disk_bytes(choice.homes, choice.micro, choice.modes).values())
+        return choice.micro, sum(p.disk_bytes(choice).values())
 
     micro, need = found(500 * GIB)
     assert (micro, found(need), found(need - 1)[0]) == (1, (1, need), 2)
@@ -552,11 +552,11 @@ def test_predicted_steps_agree_with_measured_ones(line: dict) -> None:
     """One H200, all weights streamed, the model's own code, activations recomputed: within 8 % of the step."""
     layers, tokens, seq = (int(re.search(p, line["case"])[1]) for p in (r"(\d+) layers", r"(\d+) tokens", r"S=(\d+)"))
     p = Problem(shape_of(seven(layers)), MACHINES["h200-128g"], Wishes(tokens, seq, fused=False))
-    made, homes = track_of(p, 1, 0), ("ram",) * len(p.shape.units)
-    timing = p.time(Choice(1, homes, 3, made.modes(0)))
+    choice = Choice(1, ("ram",) * len(p.shape.units), 3, track_of(p, 1, 0).modes(0))
+    timing = p.time(choice)
     assert timing.seconds == pytest.approx(line["step_s"], rel=0.08)
     assert timing.busy["h2d"] * 55.5e9 >= 0.98 * line["h2d_bytes"]
-    store = sum(n for what, n in p.host_bytes(homes, 1).items() if "torch" not in what)
+    store = sum(n for what, n in p.host_bytes(choice).items() if "torch" not in what)
     assert store == pytest.approx(line["store_bytes"], rel=0.001)
 
 
@@ -571,7 +571,7 @@ def test_host_bytes_are_those_of_the_store() -> None:
         opt.step()
         runtime_of(model).drain()            # planes are made by the update that first needs them
         p = problem(shape_of(model), 10**12, tokens=16, seq=8)
-        planes = p.host_bytes(("ram",) * len(p.shape.units), micro)
+        planes = p.host_bytes(Choice(micro, ("ram",) * len(p.shape.units), 3, track_of(p, micro, 0).modes(0)))
         planes.pop("staging", None), planes.pop("Python, torch, driver")
         assert runtime_of(model).core.host_bytes() == pytest.approx(sum(planes.values()), rel=0.01)
         opt.zero_grad()

@@ -62,7 +62,6 @@ MARGIN_SHARE, MARGIN_BYTES = 0.02, 64 << 20
 # A plan leaves more than is asked for when a step's memory is about to be taken: by then Python and the driver have
 # theirs, which is known to half a GiB (on an H200 a plan to the last byte was refused for 30 MiB of 120 GiB).
 PLANNED_SHARE = 0.025
-FILES_LEAST = 32            # descriptors that must be left: drivers, libraries, pipes
 # What gVisor's /proc/version says. Its MemTotal begins at 2 GiB and grows with what is touched (pkg/sentry/usage).
 _GVISOR = ("4.4.0", "Jan 10 15:06:54 PST 2016")
 

@@ -95,13 +95,12 @@ def drawing(path: str | Path | BinaryIO, title: str, rows: list[str], inches: tu
 
 LANES = {"compute": "compute", "h2d": "H2D", "d2h": "D2H", "hand-over": "hand-over", "host sum": "host sum",
          "host update": "host update", "device update": "device update", "through": "through the device",
-         "exchange": "exchange", "gather": "gather",
-         "disk": "disk", "disk update": "disk update", "swap out": "activations out", "swap back": "activations back",
-         "swap disk": "activations on disk"}
+         "exchange": "exchange", "gather": "gather", "disk": "disk", "disk update": "disk update",
+         "swap out": "activations out", "swap back": "activations back", "swap disk": "activations on disk"}
 WAITS = "hand-over"             # a lane without work, so that nothing says how busy it is
 COLOURS = {"forward": "#4878a8", "loss": "#8a6fb0", "replay": "#8fb3d1", "backward": "#2b4a6f", "fetch": "#4f9d69",
-           "offload": "#d08a3c", "add": "#b0a14f", "update": "#b5485d", "swap": "#5f9ea0",
-           "read": "#4f9d69", "write": "#d08a3c", "wait": "#dddddd"}
+           "offload": "#d08a3c", "add": "#b0a14f", "update": "#b5485d", "swap": "#5f9ea0", "read": "#4f9d69",
+           "write": "#d08a3c", "wait": "#dddddd"}
 
 
 class Slice(NamedTuple):
@@ -140,8 +139,8 @@ def chrome_trace(slices: Sequence[Slice], marks: Sequence[int]) -> dict[str, Any
     rows = ["step", *LANES]
     events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "megatrain_torch"}}]
     for tid, name in enumerate(rows):
-        for kind, named in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": tid})):
-            events.append({"ph": "M", "name": kind, "pid": 1, "tid": tid, "args": named})
+        events += [{"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": name}},
+                   {"ph": "M", "name": "thread_sort_index", "pid": 1, "tid": tid, "args": {"sort_index": tid}}]
     steps = [Slice("step", "step", str(i), 0, a, b) for i, (a, b) in enumerate(pairwise(marks))]
     for s in (*steps, *slices):
         args: dict[str, Any] = {k: v for k, v in (("unit", s.unit), ("bytes", s.nbytes)) if v}
@@ -248,7 +247,7 @@ class StepReport(Shown):
         """The lane nearest its limit: busy for the largest part of the step; "host" when compute waited for the host
         longer than that. "" when the step was not traced."""
         spent = {**self.busy, OWN: self.idle.get(OWN, 0.0)}
-        return max(spent, key=lambda name: spent[name]) if self.traced else ""
+        return max(spent, key=spent.__getitem__) if self.traced else ""
 
     @property
     def why(self) -> str:
@@ -257,21 +256,19 @@ class StepReport(Shown):
             return f"{self.seconds:.3g} s; mt.trace(model) measures what bounds a step"
         spent = self.busy.get(self.bound, self.idle.get(OWN, 0.0))
         text = f"bound by {_CALLED[self.bound]}: busy {spent:.3g} s of {self.seconds:.3g} s"
-        idle = {k: v for k, v in self.idle.items() if v >= 0.01 * self.seconds}
         if self.bound != "compute":
             text += f"; compute was busy {self.busy.get('compute', 0):.3g} s"
-        if idle:
-            longest = max(idle, key=lambda k: idle[k])
-            text += f"; compute stood still {sum(self.idle.values()):.3g} s, {idle[longest]:.3g} s of it for " \
-                    f"{_CALLED[longest]}"
+        longest, s = max(self.idle.items(), key=lambda item: item[1], default=(OWN, 0.0))
+        if s and s >= 0.01 * self.seconds:
+            text += f"; compute stood still {sum(self.idle.values()):.3g} s, {s:.3g} s of it for {_CALLED[longest]}"
         return text
 
     def _head(self) -> str:
         lines = [self.why]
         if self.idle:
-            parts = ", ".join(f"{v:.3g} s for {_CALLED[k]}"
-                              for k, v in sorted(self.idle.items(), key=lambda item: -item[1]))
-            lines.append(f"compute idle: {parts}; {self.between_steps:.3g} s of it between steps")
+            idle = sorted(self.idle.items(), key=lambda item: -item[1])
+            lines.append(f"compute idle: {', '.join(f'{v:.3g} s for {_CALLED[k]}' for k, v in idle)}; "
+                         f"{self.between_steps:.3g} s of it between steps")
         for what, read, written in (("disk", self.disk_read_bytes, self.disk_written_bytes),
                                     ("activations on disk", self.spill_read_bytes, self.spill_written_bytes)):
             if read or written:

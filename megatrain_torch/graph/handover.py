@@ -237,7 +237,7 @@ class HandOver:
         core, room = self.runtime.core, self.runtime.room
         if not room.begun:
             room.gradients(core)
-        if sums and not room.summed:
+        if sums and room.asked.micro == 1:
             room.sums(core)
 
     def has_come(self, unit: int, records: list[Record]) -> None:

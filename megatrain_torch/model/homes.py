@@ -125,7 +125,7 @@ def move(rt: Runtime, plan: Plan, limit: int) -> None:
         for unit in rt.homes.arrivals.units:
             rt.homes.arrivals.dismiss(unit)
         _change(rt, asked, plan)
-    rt.room.asked, rt.room.summed = asked, asked.micro > 1
+    rt.room.asked = asked
     if SPILLED in plan.disk and rt.core.swap_file() is None:
         rt.homes.spill_to(plan.nvme, plan.disk[SPILLED], asked, {})
     rt.cap.hold(limit, asked.at_home())

@@ -111,14 +111,13 @@ def refusal(problem: Problem, whole: Machine, shape_with: Callable[[str], Shape]
         return MegatrainError(f"{wishes.tokens:,} tokens of {shape.name} in sequences of {wishes.seq:,} fit in no way "
                               "with units at these homes")
     choice = problem.needs[3]
-    vram, host = problem.device_bytes(choice), problem.host_bytes(choice.homes, choice.micro, choice.modes)
+    vram, host = problem.device_bytes(choice), problem.host_bytes(choice)
     shown = "\n\n".join(as_text(bytes_table(*tier)) for tier in wishes.fleet.tiers(limits, vram, host))
     alone, machine = search.alone(), {}
-    for name, has in (("vram", whole.vram_bytes), ("host", max(whole.host_bytes, limits.host_bytes))):
-        if alone.get(name, 0) > has:
-            machine[name] = (alone.pop(name), has)
-    if "vram" in machine and machine["vram"][0] > LARGEST_VRAM:
-        del machine["vram"]
+    for name, has, most in (("vram", whole.vram_bytes, LARGEST_VRAM),
+                            ("host", max(whole.host_bytes, limits.host_bytes), ENDLESS)):
+        if alone.get(name, 0) > has and (need := alone.pop(name)) <= most:
+            machine[name] = need, has
     lacking = [f"{show_bytes(need - has)} of {what} memory" for what, need, has in (
         ("device", sum(vram.values()), limits.vram_bytes), ("host", sum(host.values()), limits.host_bytes))
         if need > has]
@@ -140,8 +139,6 @@ class _Search:
         self.problem, self.machine, self.wishes = problem, problem.machine, problem.wishes
         self.shape = functools.cache(lambda states: problem.shape if states == problem.wishes.states
                                      else shape_with(states))
-        self.smaller = [s for s in STATES if FORMATS.index(s) > FORMATS.index(self.wishes.states)]
-        self.keeps = self.wishes.grads == "ram" and self.wishes.fleet.alone    # gradients, and need not
         self.known: dict[str, bool] = {}
 
     def tried(self, changes: dict[str, Any], **most: int) -> Problem:
@@ -174,11 +171,11 @@ class _Search:
                                   if self.fits({"micro": k}))
         sequences = wishes.tokens // wishes.seq
 
-        def fits(seq: int) -> bool:
-            return self.fits({"seq": seq, "tokens": seq * sequences})
+        def short(seq: int) -> bool:
+            return not self.fits({"seq": seq, "tokens": seq * sequences})
 
-        if wishes.seq > 1 and fits(1):          # mostly it is not the tokens
-            found["seq"] = _last(fits, wishes.seq)
+        if wishes.seq > 1 and not short(1):     # mostly it is not the tokens
+            found["seq"] = 1 + bisect.bisect_left(range(2, wishes.seq), True, key=short)
         # The least of a disk, over what may be chosen with one that has no end.
         tried = self.tried({"nvme": ENDLESS})
         spilled = np.array(tried.needs[0]).reshape(-1, len(tried.micro_counts))
@@ -200,23 +197,23 @@ class _Search:
         """Sets of one change, of two, of three: states, gradients, a disk, and what was asked for but need not be."""
         w = self.wishes
         grads = {"grads": "none"} | ({"micro": None} if w.micro not in (None, 1) else {})
-        groups = [[{"states": s} for s in self.smaller], [grads] * self.keeps, [{"nvme": ENDLESS}],
+        groups = [[{"states": s} for s in STATES if FORMATS.index(s) > FORMATS.index(w.states)],
+                  [grads] * (w.grads == "ram" and w.fleet.alone), [{"nvme": ENDLESS}],
                   *([{name: None}] for name in ASKED if getattr(w, name) is not None)]
         found: list[dict[str, Any]] = []
-        for n in range(1, most + 1):
-            for some in itertools.combinations(groups, n):
-                for parts in itertools.product(*some):
-                    changes = {name: value for part in parts for name, value in part.items()}
-                    if changes not in found:                 # gradients have micro=None with them
-                        found.append(changes)
-                        yield changes
+        for some in itertools.chain.from_iterable(itertools.combinations(groups, n) for n in range(1, most + 1)):
+            for parts in itertools.product(*some):
+                changes = {name: value for part in parts for name, value in part.items()}
+                if changes not in found:                     # gradients have micro=None with them
+                    found.append(changes)
+                    yield changes
 
     def timed(self, changes: dict[str, Any]) -> Way | None:
         """The speed with these changes, and how large a disk they take. None: nothing fits."""
         problem, best = solve(self.tried(changes, most=SIMULATED))
         if best is None:
             return None
-        disk = sum(problem.disk_bytes(best[0].homes, best[0].micro, best[0].modes).values())
+        disk = sum(problem.disk_bytes(best[0]).values())
         on_disk = {"nvme": {"limit": -(-disk // GIB) * GIB}} if "nvme" in changes else {}
         return Way(changes | on_disk, problem.wishes.tokens * problem.wishes.fleet.count / best[1].seconds)
 
@@ -225,8 +222,3 @@ def _part(part: dict[str, Any], changes: dict[str, Any]) -> bool:
     """Is `part` some of the changes, or are they smaller ones of the kind?"""
     return part != changes and all(name in changes and (changes[name] == value or (
         name == "states" and FORMATS.index(value) < FORMATS.index(changes[name]))) for name, value in part.items())
-
-
-def _last(fits: Callable[[int], bool], fails: int) -> int:
-    """The largest number that does, where 1 does and `fails` does not."""
-    return 1 + bisect.bisect_left(range(2, fails), True, key=lambda n: not fits(n))

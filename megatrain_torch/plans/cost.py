@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..base.modes import DISK, HOST, LINKED, read
 from ..fused.loss import chunk_tokens
@@ -76,17 +77,25 @@ EAGER_ODDS = 5              # logits' sizes alive at once in ORPO's backward, wh
 TILE = (4096, 32768)        # tokens and words whose logits TRL 1.16's head has at once
 
 
-class _Run:
+class _Run(NamedTuple):
     """One window on a machine, for so many tokens."""
 
-    def __init__(self, w: Window, m: Machine, tokens: int, seq: int) -> None:
-        self.w, self.m, self.tokens, self.seq = w, m, tokens, seq
+    w: Window
+    m: Machine
+    tokens: int
+    seq: int
 
     def bytes_s(self, nbytes: float) -> float:
         return nbytes / (self.m.hbm_gbps * 1e9)
 
     def launch_s(self, operations: float) -> float:
         return operations * self.m.launch_us * 1e-6
+
+    def saving(self, forward_s: float, backward_s: float, launches: tuple[float, float], kept: int, work: int) -> Cost:
+        """The cost where nothing but "saved" may be chosen. launches: operations of forward and of backward."""
+        once, back = map(self.launch_s, launches)
+        return Cost(forward_s, {"saved": backward_s * self.w.learns}, once, {"saved": back}, {"saved": kept},
+                    {"saved": work})
 
     # ---- products and attention ----
 
@@ -213,8 +222,7 @@ class _Run:
         """A norm that stands alone: reads and writes, and in backward reads two and writes one."""
         kept, work = self.template_bytes(self.tokens)
         row = self.tokens * self.w.hidden * self.w.itemsize
-        return Cost(self.bytes_s(2 * row), {"saved": self.bytes_s(3 * row) * self.w.learns}, self.launch_s(6),
-                    {"saved": self.launch_s(8)}, {"saved": kept["saved"]}, {"saved": work["saved"]})
+        return self.saving(self.bytes_s(2 * row), self.bytes_s(3 * row), (6, 8), kept["saved"], work["saved"])
 
     def fused_head(self) -> Cost:
         """Head and loss in chunks of tokens: forward makes the gradients too, backward hands them out.
@@ -228,17 +236,16 @@ class _Run:
         sums = 4 * trained if chunks > 1 else 0
         forward = chunks * (self.products_s(w.products, chunk) + self.gradients_s(w.products, chunk)) \
             + self.bytes_s(tokens * wide * HEAD_TRAFFIC_BYTES + 2 * sums * chunks)
-        backward = self.bytes_s(2 * rows) * w.learns
+        backward = self.bytes_s(2 * rows)
         if w.loss != ODDS:
-            return Cost(forward, {"saved": backward}, self.launch_s(8 * chunks), {"saved": self.launch_s(8)},
-                        {"saved": rows}, {"saved": logits + rows + sums})
+            return self.saving(forward, backward, (8 * chunks, 8), rows, logits + rows + sums)
         # A loss of half of the rows, whose gradients wait for backward, and losses of each row (head.Loss), for which
         # backward makes logits again, of rows picked into memory of their own; and means of logits. Then the weight's
         # two gradients are added up.
         sums = max(sums, trained * w.itemsize)
-        return Cost(forward / 2 + 2 * self.products_s(w.products, tokens), {"saved": forward + backward},
-                    self.launch_s(16 * chunks), {"saved": self.launch_s(8 * chunks)},
-                    {"saved": 2 * rows + sums}, {"saved": max(logits, trained * w.itemsize) + 2 * rows + sums})
+        return self.saving(forward / 2 + 2 * self.products_s(w.products, tokens), forward + backward,
+                           (16 * chunks, 8 * chunks), 2 * rows + sums,
+                           max(logits, trained * w.itemsize) + 2 * rows + sums)
 
     def tiled_head(self) -> Cost:
         """TRL's: a copy of the weight stays from forward to backward, which makes each tile of logits again. Gradients
@@ -249,10 +256,9 @@ class _Run:
         tile = min(tokens, TILE[0]) * min(wide, TILE[1]) * w.itemsize
         rows, again = tokens * w.hidden * w.itemsize, self.products_s(w.products, tokens)
         traffic = self.bytes_s(tokens * wide * HEAD_TRAFFIC_BYTES / 2)
-        return Cost(again + traffic, {"saved": (again + self.gradients_s(w.products, tokens) + traffic) * w.learns},
-                    self.launch_s(4 * tiles), {"saved": self.launch_s(8 * tiles)},
-                    {"saved": 2 * rows + self._elements() * w.itemsize},
-                    {"saved": tile + rows + 4 * (trained + tokens * w.hidden) + trained * w.itemsize})
+        return self.saving(again + traffic, again + self.gradients_s(w.products, tokens) + traffic,
+                           (4 * tiles, 8 * tiles), 2 * rows + self._elements() * w.itemsize,
+                           tile + rows + 4 * (trained + tokens * w.hidden) + trained * w.itemsize)
 
     def _elements(self, trained: bool = False) -> int:
         return sum(p.fan_in * p.fan_out for p in self.w.products if p.trained or not trained)
@@ -268,7 +274,7 @@ class _Run:
         work = {"replay": EAGER_WORK_REPLAY * moved, "saved": EAGER_WORK_SAVED * moved}
         traffic = EAGER_TRAFFIC_FORWARD * moved
         if not w.products:
-            kept["saved"], work = VECTOR_KEPT * w.hidden, {mode: VECTOR_KEPT * w.hidden for mode in kept}
+            kept["saved"], work = VECTOR_KEPT * w.hidden, dict.fromkeys(work, VECTOR_KEPT * w.hidden)
             traffic = VECTOR_TRAFFIC * w.hidden
         square = w.heads * self.seq * w.spelled
         kept["saved"] += SPELLED_KEPT * square
@@ -295,22 +301,16 @@ class _Run:
         """The model's own head and loss: logits of all tokens exist at once, in fp32 too."""
         w, tokens = self.w, self.tokens
         wide = sum(p.fan_out for p in w.products)
-        traffic = [self.bytes_s(tokens * wide * n) for n in EAGER_LOGIT_TRAFFIC]
-        once, back, _ = EAGER_OPERATIONS["head"]
+        once, back = (self.bytes_s(tokens * wide * n) for n in EAGER_LOGIT_TRAFFIC)
         each = max(EAGER_LOGIT_BYTES, EAGER_ODDS * w.itemsize) if w.loss == ODDS else EAGER_LOGIT_BYTES
-        return Cost(self.products_s(w.products, tokens) + traffic[0],
-                    {"saved": (self.gradients_s(w.products, tokens) + traffic[1]) * w.learns},
-                    self.launch_s(once), {"saved": self.launch_s(back)},
-                    {"saved": tokens * w.hidden * w.itemsize}, {"saved": tokens * wide * each})
+        return self.saving(self.products_s(w.products, tokens) + once, self.gradients_s(w.products, tokens) + back,
+                           EAGER_OPERATIONS["head"][:2], tokens * w.hidden * w.itemsize, tokens * wide * each)
 
     def embedding(self) -> Cost:
         """Rows are looked up; the gradient is a whole table, mostly zeros."""
-        w = self.w
-        rows, table = self.tokens * w.hidden * w.itemsize, w.table * w.itemsize
-        once, back, _ = EAGER_OPERATIONS["embedding"]
-        return Cost(self.bytes_s(2 * rows), {"saved": self.bytes_s(2 * table + 6 * rows) * w.learns},
-                    self.launch_s(once), {"saved": self.launch_s(back)}, {"saved": 8 * self.tokens},
-                    {"saved": 2 * rows})
+        rows, table = self.tokens * self.w.hidden * self.w.itemsize, self.w.table * self.w.itemsize
+        return self.saving(self.bytes_s(2 * rows), self.bytes_s(2 * table + 6 * rows),
+                           EAGER_OPERATIONS["embedding"][:2], 8 * self.tokens, 2 * rows)
 
 
 def _with_host(cost: Cost) -> Cost:

@@ -22,17 +22,7 @@ from torch import nn
 
 from ..base.errors import MegatrainError, check_count
 from ..base.limits import PLANNED_SHARE, host_limits, parse_bytes, show_bytes, without_margin
-from ..base.modes import (
-    DISK,
-    DISKS,
-    GRADS,
-    HOMES,
-    LINKED,
-    MODES,
-    check_products,
-    check_states,
-    read,
-)
+from ..base.modes import DISK, DISKS, GRADS, HOMES, LINKED, MODES, check_products, check_states
 from ..figures.report import LANES, Shown, Table, Tier, bytes_table, draw_tiers
 from ..store.disk import FROZEN, PADDING, SPILLED, Disk
 from .changes import refusal
@@ -145,7 +135,7 @@ class Plan(Shown):
     @property
     def bound(self) -> str:
         """The lane with most work in a step."""
-        return max(self.busy, key=lambda name: self.busy[name])
+        return max(self.busy, key=self.busy.__getitem__)
 
     @property
     def tiers(self) -> list[Tier]:
@@ -188,18 +178,17 @@ class Plan(Shown):
         return "\n".join(lines)
 
     def _tables(self) -> list[Table]:
-        lanes: list[tuple[str, ...]] = [("lane", "busy s", "of the step", "compute waits for it")]
-        for name, s in self.busy.items():
-            if s or name in self.idle:
-                wait = f"{self.idle[name]:.3g} s" if self.idle.get(name) else ""
-                lanes.append((LANES.get(name, name), f"{s:.4g}", f"{s / self.seconds:.0%}", wait))
+        lanes = [("lane", "busy s", "of the step", "compute waits for it"),
+                 *((LANES.get(name, name), f"{s:.4g}", f"{s / self.seconds:.0%}",
+                    f"{self.idle[name]:.3g} s" if name in self.idle else "")
+                   for name, s in self.busy.items() if s or name in self.idle)]
         return [self._placement(), *(bytes_table(*tier) for tier in self.tiers), ("", lanes)]
 
     def _placement(self) -> Table:
         """Neighbouring windows of which the same is chosen; only layers that differ by a number share a row."""
         modes = dict(self.activations)
         for a, b in itertools.pairwise(self.activations):
-            if read(self.activations[b]).keep == LINKED:       # the same words for both layers of the pair
+            if self.activations[b].startswith(LINKED):         # the same words for both layers of the pair
                 modes[a] = modes[b] = f"{self.activations[a]}, {self.activations[b]} in turn"
         alike = {name: (self.homes.get(name, "shared"), mode, re.sub(r"\d+", "*", name))
                  for name, mode in modes.items()}
@@ -320,13 +309,11 @@ WORTH_SHARDS = 1.03         # by so much faster they must be: each window then w
 def _delivered(problem: Problem, choice: Choice, timing: Timing, asked: str | None
                ) -> tuple[Problem, tuple[Choice, Timing]]:
     """In shards where that is not asked for, GPUs have links, and what is best otherwise is faster so."""
-    if asked is not None or problem.wishes.fleet.gpus == 1 or problem.exchange.on_link:
-        return problem, (choice, timing)
-    other = Problem(problem.shape, problem.machine, dataclasses.replace(problem.wishes, delivery="shards"))
-    faster = other.time(choice, timing.seconds / WORTH_SHARDS)
-    if faster is None:
-        return problem, (choice, timing)
-    return other, other.best(faster.seconds) or (choice, faster)
+    if asked is None and problem.wishes.fleet.gpus > 1 and not problem.exchange.on_link:
+        other = Problem(problem.shape, problem.machine, dataclasses.replace(problem.wishes, delivery="shards"))
+        if faster := other.time(choice, timing.seconds / WORTH_SHARDS):
+            return other, other.best(faster.seconds) or (choice, faster)
+    return problem, (choice, timing)
 
 
 WORTH_PIECES = 1.3          # by so much a few experts at a time must be faster: an H200 took 28 % more than the walk
@@ -340,7 +327,7 @@ def _best(shape_with: Callable[..., Shape], limits: Machine, wishes: Wishes, exp
         check_count(experts, "experts", 0)
     shape = shape_with(wishes.states, experts or 0)
     problem = Problem(shape, limits, wishes)
-    had = {mode for cost in problem.costs(1) for mode in cost.kept}
+    had = {mode for cost in problem.costs(1).values() for mode in cost.kept}
     if wishes.activations not in {None, *had}:             # it would be left out without a word
         raise MegatrainError(f"activations={wishes.activations!r}: no window of {shape.name} has it with "
                              f"{'fused' if wishes.fused else 'eager'} layers; they have "
@@ -357,24 +344,21 @@ def _best(shape_with: Callable[..., Shape], limits: Machine, wishes: Wishes, exp
 
 def _plan(problem: Problem, choice: Choice, timing: Timing, **more: Any) -> Plan:
     shape, wishes = problem.shape, problem.wishes
+    weights = {w.name: sum(shape.units[u].weights for u in w.units if problem.first[u] == i)
+               for i, w in enumerate(shape.windows)}
     return Plan(
         shape.name, shape.parameters, shape.trained, problem.machine, wishes.tokens, wishes.seq, choice.micro,
         "fused" if wishes.fused else "eager", {u.name: home for u, home in zip(shape.units, choice.homes)},
         {w.name: mode for w, mode in zip(shape.windows, choice.modes)}, choice.ring, problem.device_bytes(choice),
-        problem.host_bytes(choice.homes, choice.micro, choice.modes), timing.seconds, timing.forward_s, timing.busy,
-        timing.idle, {w.name: sum(shape.units[u].weights for u in w.units if problem.first[u] == i)
-                      for i, w in enumerate(shape.windows)},
-        problem.disk_bytes(choice.homes, choice.micro, choice.modes), grads=wishes.grads, states=wishes.states,
-        lent=wishes.lent, gpus=wishes.fleet.gpus, machines=wishes.fleet.machines, delivery=wishes.delivery,
-        own={w.name: w.why for w in shape.windows if w.why and wishes.fused}, **more)
+        problem.host_bytes(choice), *timing, weights, problem.disk_bytes(choice), grads=wishes.grads,
+        states=wishes.states, lent=wishes.lent, gpus=wishes.fleet.gpus, machines=wishes.fleet.machines,
+        delivery=wishes.delivery, own={w.name: w.why for w in shape.windows if w.why and wishes.fused}, **more)
 
 
 def _span(names: list[str]) -> str:
     """"layers.0" to "layers.5" as "layers.0-5"."""
-    if len(names) == 1:
-        return names[0]
     last = re.findall(r"\d+", names[-1])
-    return re.sub(r"\d+(?!.*\d)", lambda m: f"{m.group()}-{last[-1]}", names[0])
+    return names[0] if len(names) == 1 else re.sub(r"\d+(?!.*\d)", lambda m: f"{m.group()}-{last[-1]}", names[0])
 
 
 def own_code(own: dict[str, str]) -> str:

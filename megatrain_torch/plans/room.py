@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import gc
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable
@@ -24,15 +23,7 @@ import torch
 
 from .. import _core
 from ..base.errors import MegatrainError
-from ..base.limits import (
-    FILES_LEAST,
-    Bound,
-    host_limits,
-    show_bytes,
-    show_size,
-    with_margin,
-    without_margin,
-)
+from ..base.limits import Bound, host_limits, show_bytes, show_size, with_margin, without_margin
 from ..base.units import Group
 from ..figures.report import as_text, bytes_table
 from ..group.ranks import Ranks, as_one
@@ -40,6 +31,7 @@ from ..store.disk import DISK_BUFFERS, file_bytes
 from ..store.tensorfiles import Mapped
 from .tally import PLANES_OF, SETTLED, Asked
 
+FILES_LEAST = 32            # descriptors that must be left: drivers, libraries, pipes
 TRIM_BYTES = 64 << 20       # of the module's own tensors, given back before malloc is asked to give back too
 OWN = "the module's own, given back"
 
@@ -94,7 +86,7 @@ def check_device(asked: Asked, free: int | None, limit: int | None) -> Asked:
         changes["vram"] = sum(need.values())
     if fewer := next((a for a in asked.moved("vram", "ram") if sum(a.device().values()) <= most), None):
         changes["homes"] = fewer.named()
-    largest = max(asked.units(), key=lambda u: u.weights)
+    largest = max(asked.tally().units, key=lambda u: u.weights)
     raise _refusal(asked, "device memory", need, most, "vram=" if limit == most else "the device", changes,
                    f"name smaller units; the largest is {largest.name!r} with {show_bytes(largest.weights)}")
 
@@ -104,12 +96,9 @@ def to_disk(asked: Asked, limit: int | None) -> Asked:
     own = sum(own_bytes(asked.groups))
     if limit is None and shortage(sum(asked.host().values()) - own) is None:
         return asked
-    found, tried = host_limits(), asked
-    for tried in itertools.chain([asked], asked.moved("ram", "disk")):
-        if sum(tried.planes().values()) <= limit if limit is not None \
-                else found.short(sum(tried.host().values()) - own) is None:
-            break
-    return tried
+    limits, tried = host_limits(), [asked, *asked.moved("ram", "disk")]
+    return next((a for a in tried if (limits.short(sum(a.host().values()) - own) is None if limit is None
+                                      else sum(a.planes().values()) <= limit)), tried[-1])
 
 
 def check_weights(asked: Asked, limit: int | None, free_on_device: int | None) -> None:
@@ -146,7 +135,7 @@ def loading(asked: Asked, own: list[int]) -> dict[str, int]:
     at = slots = given = 0
     buffers = {DISK_BUFFERS: asked.planes().get(DISK_BUFFERS, 0)}
     steps: list[dict[str, int]] = []
-    for unit, home, n in zip(asked.units(), asked.homes, own):
+    for unit, home, n in zip(asked.tally().units, asked.homes, own):
         settled = home in SETTLED
         slots += unit.weights * (settled and asked.on_cpu)
         steps.append(buffers | {"weights": at + unit.weights, "the device's slots": slots, OWN: -given})
@@ -166,7 +155,6 @@ class Room:
         self.limit = limit                      # of host memory, the user's; None: what is measured counts
         self.ranks = ranks                      # the processes that have these planes together; None: this one is alone
         self.begun = False                      # room for gradients was asked for, at least
-        self.summed = asked.micro > 1           # for sums of micro-batches too
 
     def let_go(self) -> None:
         """Knows parameters by their form from now on: what is asked later must not keep them alive."""
@@ -187,7 +175,7 @@ class Room:
         """Asks for sums of micro-batches, once, when a second one comes."""
         asked = dataclasses.replace(self.asked, micro=2)
         self._check(core, asked, "to add up micro-batches", "sums", "staging")
-        self.asked, self.summed = asked, True
+        self.asked = asked
 
     def _check(self, core: _core.Engine, asked: Asked, what: str, *planes: str, together: bool = True) -> None:
         """planes: those that come now; none named: all. together: all processes ask, before any makes its part."""
@@ -203,20 +191,14 @@ class Room:
 
     def weights(self, core: _core.Engine, unit: int) -> None:
         """Asks for a copy of a unit's weights that live on the device or on disk, before the host reads them."""
-        need = core.reserved_bytes(unit, _core.PLANES["HI"])
-        if not need:
+        if not (need := core.reserved_bytes(unit, _core.PLANES["HI"])):
             return
-        if self.limit is None:
-            bound = shortage(need)
-        else:                    # of copies of weights beside those that were read, and all planes
+        free = None
+        if self.limit is not None:       # for copies of weights beside those that were read, and all planes
             planes = self.asked.planes()
             free = self.limit - sum(planes.values()) + planes.get("weights", 0) - core.host_bytes(_core.PLANES["HI"])
-            bound = Bound("host=", self.limit, max(free, 0), "a larger host=") if need > free else None
-        if bound is not None:
-            raise _short(self.asked, f"to read {self.asked.groups[unit][0]}", {"weights": need}, bound, {},
-                         "mt.save, which brings units one by one",
-                         "an optimizer step and a forward after what was read so far, which give its memory back",
-                         margin=self.limit is None)
+        self._ask(f"to read {self.asked.groups[unit][0]}", {"weights": need}, "mt.save, which brings units one by one",
+                  "an optimizer step and a forward after what was read so far, which give its memory back", free=free)
 
     def may_save(self, core: _core.Engine, held: list[tuple[int, int]], blocks: int) -> bool:
         """Is there room for mt.save, with `blocks` bytes that are not yet written? held: as for `saving`."""
@@ -235,10 +217,14 @@ class Room:
             self._ask("for activations", {"kept from one window": nbytes},
                       "activations that stay on the device, or are run again", "fewer tokens a micro-batch")
 
-    def _ask(self, what: str, need: dict[str, int], *words: str) -> None:
-        """Of what comes and goes, which a user's limit does not count."""
-        if self.limit is None and (bound := shortage(sum(need.values()))) is not None:
-            raise _short(self.asked, what, need, bound, {}, *words)
+    def _ask(self, what: str, need: dict[str, int], *words: str, free: int | None = None) -> None:
+        """Of what comes and goes. free: of a user's limit; None: the limit does not count it."""
+        total = sum(need.values())
+        bound = shortage(total) if self.limit is None else None
+        if free is not None and total > free:
+            bound = Bound("host=", self.limit, max(free, 0), "a larger host=")
+        if bound is not None:
+            raise _short(self.asked, what, need, bound, {}, *words, margin=free is None)
 
     def spare(self, core: _core.Engine) -> int:
         """Bytes of host memory that no plane will take, now or later: free, or in bays for activations already."""
@@ -324,8 +310,8 @@ def _changes(asked: Asked, fits: Callable[[Asked], bool], over: int, free_on_dev
         found["states"] = "8bit"
     if filed := next(filter(fits, asked.moved("ram", "disk")), None):
         found["nvme"] = file_bytes(filed)
-    trained = sum(u.trained for u in asked.units())
-    states = sum(asked.planes().values()) - sum(u.weights for u in asked.units())
+    units = asked.tally().units
+    trained, states = sum(u.trained for u in units), sum(asked.planes().values()) - sum(u.weights for u in units)
     frozen = [(name, [(n, _form(p)) for n, p in own]) for name, own in asked.groups]
     if trained and over < states and fits(dataclasses.replace(asked, groups=frozen)):
         found["frozen"] = math.ceil(over * trained / states)

@@ -26,8 +26,8 @@ from ..store.arrivals import AHEAD, STAY
 from ..store.disk import BAYS, BUNDLE_PADDING_BYTES, FEED_BYTES, MEMORY_BYTES, POOL, SPILLED
 from .cost import CACHE_SHARE, OFFLOAD_DEPTH, STAGINGS, Cost, cost_of
 from .machine import Machine
-from .shapes import Shape
-from .tally import ALONE, LENT, SETTLED, THROUGH_BYTES, Exchange, Fleet, Tally, coded
+from .shapes import Shape, Window
+from .tally import ADDED_BYTES, ALONE, LENT, SETTLED, THROUGH_BYTES, Exchange, Fleet, Tally, coded
 
 MOST_SIMULATIONS = 20000    # a second; a search of a hundred layers takes some hundred
 WORTH_THROUGH = 1.01        # README's loop, 7B width, 24 GiB, measured 2.4 % where plans have 1.6 to 2.7
@@ -83,8 +83,7 @@ class Choice(NamedTuple):
     modes: tuple[str, ...]      # by window, what it keeps of activations
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(NamedTuple):
     """Seconds of a step; `busy` by lane, `idle` of compute by what it waited for: as a StepReport has them."""
 
     seconds: float
@@ -107,6 +106,7 @@ class Problem:
         self.shape, self.machine, self.wishes, self.most = shape, machine, wishes, most
         self.seen = wishes.fleet.seen(machine)      # as one of its GPUs sees it beside the others
         self.tally = Tally(shape.units, wishes.fleet, wishes.grads == "ram", wishes.lent)
+        self.kinds = {kind: i for i, kind in enumerate(dict.fromkeys(w.shape for w in shape.windows))}
         # Bytes of a fetch: pieces of experts come for a forward, its repetition, and gradients; a template has the last
         # two at once.
         own = {u for w in shape.windows if w.template is None for u in w.units}
@@ -122,17 +122,16 @@ class Problem:
             for u in window.units:
                 self.first.setdefault(u, w)
                 self.last[u] = w
-        self._costs: dict[int, list[Cost]] = {}
+        self._costs: dict[int, dict[Window, Cost]] = {}
 
     # ---- what windows cost ----
 
-    def costs(self, micro: int) -> list[Cost]:
-        """[window] of one of so many micro-batches; windows of equal shape share a Cost."""
+    def costs(self, micro: int) -> dict[Window, Cost]:
+        """Of one of so many micro-batches, by the shape of windows."""
         if micro not in self._costs:
-            tokens, seq, fused = self.wishes.tokens // micro, self.wishes.seq, self.wishes.fused
-            alike = {w.shape: cost_of(w, self.seen, tokens, seq, fused)
-                     for w in {w.shape: w for w in self.shape.windows}.values()}
-            self._costs[micro] = [alike[w.shape] for w in self.shape.windows]
+            w = self.wishes
+            self._costs[micro] = {kind: cost_of(kind, self.seen, w.tokens // micro, w.seq, w.fused)
+                                  for kind in self.kinds}
         return self._costs[micro]
 
     @functools.cached_property
@@ -141,8 +140,12 @@ class Problem:
         w, sequences = self.wishes, self.wishes.tokens // self.wishes.seq
         if w.grads == "none":
             return [1]
-        counts = [w.micro] if w.micro else [k for k in range(1, sequences + 1) if sequences % k == 0]
-        return sorted(counts, key=lambda k: k * sum(c.forward_s + min(c.backward_s.values()) for c in self.costs(k)))
+
+        def least_s(micro: int) -> float:
+            costs = (self.costs(micro)[w.shape] for w in self.shape.windows)
+            return micro * sum(c.forward_s + min(c.backward_s.values()) for c in costs)
+
+        return sorted([w.micro] if w.micro else (k for k in range(1, sequences + 1) if sequences % k == 0), key=least_s)
 
     def _flying(self, at: int) -> int:
         """Gradients' bytes on the device in a window's backward; a fused head's lie in its fp32 sums' memory."""
@@ -155,20 +158,19 @@ class Problem:
 
     # ---- bytes ----
 
-    def host_bytes(self, homes: Sequence[str], micro: int, modes: Sequence[str] = ()) -> dict[str, int]:
-        """By plane, and what is there besides; modes: with the activations of these."""
-        kept = self.memory(micro, modes)[5] if modes else 0
-        return {OVERHEAD: self.seen.host_overhead_bytes, **self.tally.host(homes, micro),
-                "activations": kept * self.wishes.fleet.gpus}
+    def host_bytes(self, choice: Choice) -> dict[str, int]:
+        """By plane, and what is there besides."""
+        return {OVERHEAD: self.seen.host_overhead_bytes, **self.tally.host(choice.homes, choice.micro),
+                "activations": self.memory(choice)[5] * self.wishes.fleet.gpus}
 
-    def disk_bytes(self, homes: Sequence[str], micro: int, modes: Sequence[str] = ()) -> dict[str, int]:
-        """On disk, by plane, and between them; modes: with the activations of these."""
-        spilled = self.memory(micro, modes)[6] * self.wishes.fleet.gpus if modes else 0
-        return ({SPILLED: spilled} if spilled else {}) | self.tally.disk(homes)
+    def disk_bytes(self, choice: Choice) -> dict[str, int]:
+        """On disk, by plane, and between them."""
+        spilled = self.memory(choice)[6] * self.wishes.fleet.gpus
+        return ({SPILLED: spilled} if spilled else {}) | self.tally.disk(choice.homes)
 
     def device_bytes(self, choice: Choice) -> dict[str, int]:
         """On the device by what they hold, at the peak of a step."""
-        kept, work, flying, peak, early, *_ = self.memory(choice.micro, choice.modes)
+        kept, work, flying, peak, early, *_ = self.memory(choice)
         table = {"context, libraries": self.seen.vram_overhead_bytes,
                  **self.tally.device(choice.homes, choice.ring, choice.micro),
                  **({"exchange between GPUs": n} if (n := self.exchange.buffers) else {}),
@@ -185,9 +187,9 @@ class Problem:
         each = sum(window.template.cached for window in self.shape.windows if window.template is not None)
         return w.tokens // micro * each if w.caches and w.fused else 0
 
-    def memory(self, micro: int, modes: Sequence[str]) -> tuple[int, ...]:
+    def memory(self, choice: Choice) -> tuple[int, ...]:
         """Of what windows keep: see mt_memory_of in walk/search.h."""
-        return _core.search_memory(self.arrays, self.micro_counts.index(micro), _mode_codes(modes))
+        return _core.search_memory(self.arrays, self.micro_counts.index(choice.micro), _mode_codes(choice.modes))
 
     # ---- homes that may be chosen ----
 
@@ -196,7 +198,7 @@ class Problem:
         """Homes, [choices, units] as Tally takes many, and whether for several micro-batches or for one; in the order
         in which equals are preferred."""
         w, m, units, asked, files = self.wishes, self.seen, self.shape.units, self.wishes.homes, self.tally.files
-        base, several = self._coded(self._homes()), sorted({k > 1 for k in self.micro_counts})
+        base, several = np.stack([*map(coded, self._homes())]), sorted({k > 1 for k in self.micro_counts})
         lack = np.stack([self._host(base, 1 + some) - m.host_bytes for some in several], 1)
         # Updates go through the device where that is faster. Of several GPUs nothing of it was measured.
         faster = asked is None and w.grads == "ram" and self.through_rate > 0 and w.fleet.alone
@@ -213,12 +215,10 @@ class Problem:
             **{name: array("q", [getattr(u, name) for u in units]) for name in ("trained", "weights")}))
         return np.frombuffer(homes, np.uint8).reshape(-1, len(units)), np.frombuffer(some, np.uint8).astype(np.int64)
 
-    def _homes_of(self, row: int) -> tuple[str, ...]:
-        return tuple(HOMES[code] for code in self.rows[0][row])
-
-    def _coded(self, homes: Iterable[Sequence[str]]) -> np.ndarray:
-        """[choices, units], as Tally takes many."""
-        return np.array([coded(some) for some in homes], dtype=np.uint8).reshape(-1, len(self.shape.units))
+    def _choice(self, row: int, ring: int, micro: int, modes: Iterable[int]) -> Choice:
+        """Of indices, and of modes' numbers."""
+        return Choice(self.micro_counts[micro], tuple(HOMES[code] for code in self.rows[0][row]), self.rings[ring],
+                      tuple(MODES[i] for i in modes))
 
     def _host(self, codes: np.ndarray, micro: int | np.ndarray) -> np.ndarray:
         """Bytes in host memory of many homes of all units, activations left out."""
@@ -262,15 +262,13 @@ class Problem:
         found = _core.search_best(self.arrays, than, self.most)
         if found is None:
             return None
-        row, ring, micro, modes, walked = found
-        return Choice(self.micro_counts[micro], self._homes_of(row), self.rings[ring],
-                      tuple(MODES[i] for i in modes)), Timing.of(walked, not self.wishes.fleet.alone)
+        return self._choice(*found[:-1]), Timing.of(found[-1], not self.wishes.fleet.alone)
 
     def time(self, choice: Choice, than: float = math.inf) -> Timing | None:
         """None where it takes so many seconds or more."""
-        walked = _core.search_time(self.arrays, self.micro_counts.index(choice.micro), coded(choice.homes).tobytes(),
-                                   self._memory_s(self._coded([choice.homes]), choice.micro)[0], choice.ring,
-                                   _mode_codes(choice.modes), than)
+        homes = coded(choice.homes)
+        walked = _core.search_time(self.arrays, self.micro_counts.index(choice.micro), homes.tobytes(),
+                                   self._memory_s(homes, choice.micro), choice.ring, _mode_codes(choice.modes), than)
         return None if walked is None else Timing.of(walked, not self.wishes.fleet.alone)
 
     def fits(self) -> bool:
@@ -286,11 +284,16 @@ class Problem:
         windows = len(self.shape.windows)
         modes = self.arrays.modes[self.arrays.tracks[micro] * windows:][:windows]       # of the first track
         return (array("q", spilled), *(n if n >= 0 else None for n in (vram, host)),
-                Choice(self.micro_counts[micro], self._homes_of(row), self.rings[ring], tuple(MODES[i] for i in modes)))
+                self._choice(row, ring, micro, modes))
 
     def _memory_s(self, codes: np.ndarray, micro: int) -> np.ndarray:
-        updated = (self._of_units("trained") * ~np.isin(codes, coded(SETTLED))).sum(-1)
-        return self.exchange.memory_s(updated, micro, self.wishes.states)
+        """Of the host's memory, which several GPUs share, for what is no copy of one of them."""
+        updated, fleet = (self._of_units("trained") * ~np.isin(codes, coded(SETTLED))).sum(-1), self.wishes.fleet
+        if fleet.alone:
+            return np.zeros_like(updated)
+        moved = updated / fleet.machines * moved_bytes(self.wishes.states) \
+            + (micro - 1) * updated / fleet.machines * ADDED_BYTES
+        return micro * self.exchange.link_bytes / self.exchange.memory_rate + moved / self.exchange.host_rate
 
     # ---- as arrays ----
 
@@ -355,15 +358,13 @@ class Problem:
     def _window_arrays(self) -> dict[str, Any]:
         """Costs of windows by what they keep, and what they may keep."""
         windows, counts = self.shape.windows, self.micro_counts
-        kinds = {shape: i for i, shape in enumerate(dict.fromkeys(w.shape for w in windows))}
-        every = [{w.shape: c for w, c in zip(windows, self.costs(k))} for k in counts]
-        costs = [costs[shape] for costs in every for shape in kinds]
+        costs = [cost for k in counts for cost in self.costs(k).values()]
         leaving: list[list[int]] = [[] for _ in windows]
         for u, at in self.first.items():
             if self.shape.units[u].trained:
                 leaving[at].append(u)
         again = (() if w.kind == "embedding" or (w.kind == "head" and self.wishes.fused) else w.units for w in windows)
-        return {"kind": array("q", [kinds[w.shape] for w in windows]), "n_kinds": len(kinds),
+        return {"kind": array("q", [self.kinds[w.shape] for w in windows]), "n_kinds": len(self.kinds),
                 "learns": array("q", [w.learns for w in windows]),
                 "flying": array("q", map(self._flying, range(len(windows)))),
                 "units": _lists(w.units for w in windows), "again": _lists(again), "leaving": _lists(leaving),
@@ -386,7 +387,7 @@ def solve(problem: Problem) -> tuple[Problem, tuple[Choice, Timing] | None]:
             problem = Problem(problem.shape, problem.machine, wishes, problem.most)
         if found := problem.best(best[1][1].seconds if best else math.inf):
             best = problem, found
-            if not problem.disk_bytes(found[0].homes, found[0].micro, found[0].modes):
+            if not problem.disk_bytes(found[0]):
                 break
     return best or (problem, None)
 

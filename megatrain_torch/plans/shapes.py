@@ -60,19 +60,15 @@ class Unit:
         """Bytes of what is fetched at once."""
         return self.fetched or (self.weights,)
 
-    @property
-    def visiting(self) -> dict[str, int]:
-        """Bytes by plane of what arrives for an update, and leaves."""
-        return {"masters": self.masters, "moments": self.moments}
-
 
 @dataclass(frozen=True)
 class Product:
     """A matrix product: `rows` rows per token (experts per token in a mixture), fan_in to fan_out."""
 
-    part: str           # "qkv", "out", "up", "down", "router", "head"; "latent": makes q, k and v of the few numbers
-    #                     that "qkv" gives then; "adapter": of LoRA, beside one of the others; or "folded": of LoRA,
-    #                     in a sum with experts' matrices, so that it is a product in backward alone
+    # "qkv", "out", "up", "down", "router", "head"; "latent": makes q, k and v of the few numbers that "qkv" gives then;
+    # "adapter": of LoRA, beside one of the others; or "folded": of LoRA, in a sum with experts' matrices, so that it is
+    # a product in backward alone
+    part: str
     fan_in: int
     fan_out: int
     rows: float
@@ -159,16 +155,13 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
     loss = loss_of(trainer) if trainer is not None else loss_of(type(its and its()))     # without one: OWN
     if layers is not None:
         check_count(layers, "layers")
-    if base is not None or adapter is not None:         # what mt.from_pretrained makes of such a checkpoint
-        if isinstance(model, nn.Module):
-            raise MegatrainError("base, adapter: of a config; a module is planned as it is, with its codes and "
-                                 "adapters")
-        model, layers, dtype = shaped(model, base, layers, dtype), None, None
+    if not isinstance(model, nn.Module):                # what mt.from_pretrained makes of such a checkpoint
+        model, dtype = shaped(model, base, layers, dtype), None
         if adapter is not None:
             with torch.random.fork_rng(devices=[]):      # adapters are made with numbers
                 model = importlib.import_module("peft").get_peft_model(model, adapter)
-    if not isinstance(model, nn.Module):
-        model, dtype = from_config(model, layers, dtype)
+    elif base is not None or adapter is not None:
+        raise MegatrainError("base, adapter: of a config; a module is planned as it is, with its codes and adapters")
     elif layers is not None:
         raise MegatrainError("layers: a module has the layers it has; give its config instead")
     found = find(model, units)
@@ -184,29 +177,25 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
         windows.append(dataclasses.replace(made, loss=loss) if made.kind == "head" else made)
     if products == "fp8":
         windows = _coded(type(model).__name__, windows)
-    modules = {name or type(model).__name__: m for name, m in found.windows}
 
     def shape_with(states: str, experts: int = 0) -> Shape:
         own = [unit_bytes(name, params, dtype, states, experts=experts) for name, params in groups]
-        cut = tuple(_in_pieces(w, modules[w.name], experts) if any(own[u].fetched for u in w.units) else w
-                    for w in windows)
-        return Shape(type(model).__name__, tuple(own), cut,
-                     max([usual_experts(params) for _, params in groups], default=0))
+        cut = (_in_pieces(w, m, experts) if any(own[u].fetched for u in w.units) else w
+               for w, (_, m) in zip(windows, found.windows))
+        return Shape(type(model).__name__, tuple(own), tuple(cut), max(usual_experts(params) for _, params in groups))
 
     return shape_with
 
 
 def _in_pieces(w: Window, module: nn.Module, experts: int) -> Window:
     """Where so many experts are fetched at a time."""
-    t = w.template
+    t, cut = w.template, None
     if t is not None and t.experts[0]:
         count, made, each = t.experts
         share = min(1.0, experts / count)
-        t = dataclasses.replace(t, expanded=(t.expanded[0] - math.floor(made * (1 - share)), t.expanded[1]),
-                                tiled=(math.floor(each * (1 - share)), 0, 0), parts=-(-count // experts))
-    else:
-        t = None
-    return dataclasses.replace(w, template=t, dense=_dense(module, w.itemsize, experts))
+        cut = dataclasses.replace(t, expanded=(t.expanded[0] - math.floor(made * (1 - share)), t.expanded[1]),
+                                  tiled=(math.floor(each * (1 - share)), 0, 0), parts=-(-count // experts))
+    return dataclasses.replace(w, template=cut, dense=_dense(module, w.itemsize, experts))
 
 
 def _dense(module: nn.Module, item: int, experts: int = 0) -> tuple[int, int]:
@@ -227,9 +216,8 @@ def _coded(name: str, windows: list[Window]) -> list[Window]:
     return [dataclasses.replace(w, coded=w.name in layers) for w in windows]
 
 
-def from_config(config: Any, layers: int | None = None, dtype: torch.dtype | None = None
-                ) -> tuple[nn.Module, torch.dtype]:
-    """A model on the meta device, and the type that its weights have, or are to have."""
+def shaped(config: Any, base: str | None, layers: int | None = None, dtype: torch.dtype | None = None) -> nn.Module:
+    """A config's model on the meta device, its linear layers as mt.from_pretrained(base=) would have them."""
     try:
         import transformers
     except ImportError:
@@ -245,12 +233,7 @@ def from_config(config: Any, layers: int | None = None, dtype: torch.dtype | Non
     auto = transformers.AutoModelForCausalLM if type(config) in kinds else transformers.AutoModel
     with torch.device("meta"):
         model = auto.from_config(config)
-    return model, dtype or getattr(config, "dtype", None) or torch.bfloat16
-
-
-def shaped(config: Any, base: str | None, layers: int | None = None, dtype: torch.dtype | None = None) -> nn.Module:
-    """A config's model on the meta device, its linear layers as mt.from_pretrained(base=) would have them."""
-    model, dtype = from_config(config, layers, dtype)
+    dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
     model.to(dtype)
     if base is not None:
         shape_codes(model, config, base, dtype)
@@ -368,18 +351,12 @@ def _part(name: str) -> str:
 
 def _hidden(products: tuple[Product, ...], parameters: dict[str, nn.Parameter]) -> int:
     """Width of what passes between windows: what attention gives back, else what the first product takes."""
-    for p in products:
-        if p.part == "out":
-            return p.fan_out
     if products:
-        return products[0].fan_in
+        return next((p.fan_out for p in products if p.part == "out"), products[0].fan_in)
     return max((p.shape[-1] for p in parameters.values() if p.dim()), default=0)
 
 
 def _attribute(configs: list[Any], module: nn.Module, names: tuple[str, ...], default: int) -> int:
     """An int that some module of the window, or one of the model's configs, calls by one of these names."""
-    for place in itertools.chain(module.modules(), configs):
-        for name in names:
-            if type(value := getattr(place, name, None)) is int:
-                return value
-    return default
+    found = (getattr(place, name, None) for place in itertools.chain(module.modules(), configs) for name in names)
+    return next((value for value in found if type(value) is int), default)

@@ -280,40 +280,33 @@ class Asked:
     copied: bool = False                # what lives on the device has copies in host memory, for a state_dict
     fleet: Fleet = ALONE                # the processes that have the units; each parameter then begins at a page
     experts: int = 0                    # of a mixture's layer, fetched at a time; 0: all of them
-    # Units by what their bytes depend on; the same dict in all that is made from this by `replace`.
-    known: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
-
-    def units(self) -> list[Unit]:
-        """As the parameters are now: some may have been frozen since."""
-        key, align = self._key(), ALIGN if self.fleet.alone else PAGE
-        if key not in self.known:
-            self.known[key] = [unit_bytes(name, own, self.dtype, self.states, align, self.experts)
-                               for name, own in self.groups]
-        return self.known[key]
-
-    def _key(self) -> tuple[Any, ...]:
-        # A form (room.py) stands for a parameter that may have been frozen since, or thawed.
-        for p in (p for _, own in self.groups for _, p in own if isinstance(getattr(p, "live", None), weakref.ref)):
-            with torch._C.DisableTorchFunctionSubclass():
-                p.requires_grad_((live := p.live()) is not None and live.requires_grad)
-        return self.dtype, self.states, self.experts, *(p.requires_grad for _, own in self.groups for _, p in own)
+    # Tallies by what bytes depend on; the same dict in all that is made from this by `replace`.
+    known: dict[tuple[Any, ...], Tally] = field(default_factory=dict, compare=False, repr=False)
 
     def on_disk(self) -> bool:
         """Some unit's states are."""
         return any(home in DISKS for home in self.homes)
 
     def tally(self) -> Tally:
-        key = "tally", self.keeps, self.lent, *self._key()
+        """Of the parameters as they are now: some may have been frozen since."""
+        params = [p for _, own in self.groups for _, p in own]
+        # A form (room.py) stands for a parameter that may have been frozen since, or thawed.
+        for p in (p for p in params if isinstance(getattr(p, "live", None), weakref.ref)):
+            with torch._C.DisableTorchFunctionSubclass():
+                p.requires_grad_((live := p.live()) is not None and live.requires_grad)
+        key = self.dtype, self.states, self.experts, self.keeps, self.lent, *(p.requires_grad for p in params)
         if key not in self.known:
-            self.known[key] = Tally(self.units(), self.fleet, self.keeps, self.lent)
+            align = ALIGN if self.fleet.alone else PAGE
+            units = [unit_bytes(name, own, self.dtype, self.states, align, self.experts) for name, own in self.groups]
+            self.known[key] = Tally(units, self.fleet, self.keeps, self.lent)
         return self.known[key]
 
     def device(self) -> dict[str, int]:
         """Bytes of device memory by what they hold, activations left out; all weights are in slots."""
-        found = self.tally().device(self.homes, self.ring, self.micro)
-        slots = found.pop("slots") + found.pop("at home: weights", 0)
-        return {"slots": slots} | {what: n for what, n in found.items() if n or what.startswith("at home")} | (
-            {"states that arrive": self.tally().visiting(self.homes)} if "arrive" in self.homes else {})
+        tally = self.tally()
+        found = tally.device(self.homes, self.ring, self.micro)
+        return {"slots": found.pop("slots") + found.pop("at home: weights", 0), **found,
+                "states that arrive": tally.visiting(self.homes)}
 
     def at_home(self) -> int:
         """Bytes of device memory that the store takes for units at home there, beside their slots."""
@@ -321,13 +314,12 @@ class Asked:
 
     def host(self) -> dict[str, int]:
         """Bytes of host memory by plane, AdamW's states counted in; on the CPU device its memory too."""
-        found = self.tally().host(self.homes, self.micro, self.copied)
-        found |= {what: n for what, n in self.besides if what not in found}
-        return found | ({f"the device's {what}": n for what, n in self.device().items()} if self.on_cpu else {})
+        on_device = self.device() if self.on_cpu else {}
+        return self.planes() | {f"the device's {what}": n for what, n in on_device.items()}
 
     def planes(self) -> dict[str, int]:
         """Bytes of host memory by plane, the device's left out."""
-        return dataclasses.replace(self, on_cpu=False).host()
+        return dict(self.besides) | self.tally().host(self.homes, self.micro, self.copied)
 
     def moved(self, before: str, after: str) -> Iterator[Asked]:
         """The same with the last one, two, ... of the units at home in `before` at home in `after`."""
@@ -356,7 +348,6 @@ class Exchange:
     def __init__(self, units: Sequence[Unit], fetches: Sequence[int], machine: Machine, fleet: Fleet, delivery: str
                  ) -> None:
         """fetches: bytes of one, by unit."""
-        self.fleet, self.machine = fleet, machine
         gradients = np.array([u.gradients for u in units], dtype=np.int64)
         updated = np.array([u.weights if u.trained else 0 for u in units], dtype=np.int64)
         g, m, n, apart = fleet.gpus, fleet.machines, fleet.count, not fleet.alone
@@ -367,8 +358,9 @@ class Exchange:
         links = (machine.exchange_gbps or machine.both_gbps) * 1e9
         leaving = gradients * ((g - 1) / g)
         self.link_bytes = 2 * int(leaving.sum()) * self.on_link
-        # Bytes/s of the host's memory for one GPU's copies; 0: it has enough.
-        self.memory_rate = host_rate(machine) / g * apart
+        # Bytes/s of the host's memory, and for one GPU's copies; 0: it has enough.
+        self.host_rate = host_rate(machine)
+        self.memory_rate = self.host_rate / g * apart
         # Gradients are exchanged within the machine and added; between machines; by which that holds up what is
         # computed beside it.
         added = gradients * (1 + 1 / g) * apart         # read, and written, by the sum
@@ -396,12 +388,3 @@ class Exchange:
             int(packed.max(initial=0)) + OFFLOAD_DEPTH * int(self.home.max(initial=0))
             + int(SECOND * machine.communicator_bytes) * (self.parts > 1 and machine.device == "cuda")
             + POOL_BYTES + m * WAY_BYTES * (m > 1))
-
-    def memory_s(self, updated: np.ndarray, micro: int, states: str) -> np.ndarray:
-        """Of the host's memory, which several GPUs share, for what is no copy of one of them. updated: parameters whose
-        gradients come home to host memory."""
-        if self.fleet.alone:
-            return np.zeros_like(updated)
-        machines = self.fleet.machines
-        moved = updated / machines * moved_bytes(states) + (micro - 1) * updated / machines * ADDED_BYTES
-        return micro * self.link_bytes / self.memory_rate + moved / host_rate(self.machine)
