@@ -413,9 +413,8 @@ class Layer(torch.autograd.Function):
                 kept = tree_map_only(Part, Part.tensor, kept)
             del bundle
             with rt.keeps.memory():
-                dx, grads = template.backward(
-                    dy.contiguous(), x, kept, fused.operands(template, ctx.names, ctx.wanted), ctx.call, ctx.wanted,
-                    ctx.needs_input_grad[5])
+                w = fused.operands(template, ctx.names, ctx.wanted)
+                dx, grads = template.backward(dy.contiguous(), x, kept, w, ctx.call, ctx.wanted)
             found = list(map(grads.get, ctx.trained_names))
         taken = rt.handover.take(ctx.records, ctx.use, nodes, tuple(found))
         if not graph_stays():

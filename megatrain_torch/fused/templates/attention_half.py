@@ -172,11 +172,11 @@ class AttentionHalf(Half):
         """h [T, H] from x [T, H] and attention's output, which is in k."""
         return self.added(x, self.o, k.out.reshape(len(x), -1), w, k)
 
-    def _attention_grad(self, dh: Tensor, w: Weights, k: Kept, grads: Grads) -> Tensor:
+    def _attention_grad(self, dh: Tensor, k: Kept, grads: Grads) -> Tensor:
         """Of attention's output, [B, S, hq, V]."""
-        do = self.output_grad(dh, w, k, grads)
-        self.o.weight_grads(do, k.out.reshape(len(do), -1), w, grads)
-        return self.o.input_grad(do, w).view(k.out.shape)
+        do = self.output_grad(dh, k, grads)
+        self.o.weight_grads(do, k.out.reshape(len(do), -1), grads)
+        return self.o.input_grad(do, grads.w).view(k.out.shape)
 
 
 # ---- one product for q, k and v --------------------------------------------------------------------
@@ -236,40 +236,39 @@ class SelfAttention(AttentionHalf):
         y, rstd = norm.forward(x if norm.size == self.head else x.flatten(2), w)
         return y.view(x.shape), rstd
 
-    def backward(self, dh: Tensor, x: Tensor, shape: Any, w: Weights, call: Call, k: Kept, grads: Grads) -> Tensor:
-        sinks = w[self.sinks] if self.sinks else None
+    def backward(self, dh: Tensor, x: Tensor, shape: Any, call: Call, k: Kept, grads: Grads) -> Tensor:
+        w, sinks = grads.w, grads.w[self.sinks] if self.sinks else None
         if shape[0] == 1 and call.attention.single_long_row(*self._heads(k.qkv, shape)[:2], sinks):
-            return self._backward_by_rows(dh, x, shape, w, call, k, grads, sinks)
-        dout = self._attention_grad(dh, w, k, grads)
+            return self._backward_by_rows(dh, x, shape, call, k, grads)
+        dout = self._attention_grad(dh, k, grads)
         *d, dsinks = call.attention.backward(dout, *self._made(k, shape, w, call, again=True), k.out, k.extra, sinks)
         if self.sinks in grads.wanted:
             grads[self.sinks] = dsinks
         k.out = k.extra = None
         del dout
-        dqkv = self._unrotated(d, shape, w, call.cos, call.sin, k, grads)
+        dqkv = self._unrotated(d, shape, call.cos, call.sin, k, grads)
         del d
-        return self.input_grad(self.first, dqkv, dh, x, None, w, k, grads)
+        return self.input_grad(self.first, dqkv, dh, x, k, grads)
 
-    def _backward_by_rows(self, dh: Tensor, x: Tensor, shape: Any, w: Weights, call: Call, k: Kept, grads: Grads,
-                          sinks: Tensor | None) -> Tensor:
+    def _backward_by_rows(self, dh: Tensor, x: Tensor, shape: Any, call: Call, k: Kept, grads: Grads) -> Tensor:
         """As backward, of one row, whose gradients never exist whole but for dx, which takes dh's place."""
-        sums = Sums(grads)
+        w, sums = grads.w, Sums(grads)
         blocks, gradients = call.attention.walk_back(*self._made(k, shape, w, call, again=True), k.out, k.extra)
         for rows in blocks:
             part = k.part(rows)
-            dout = self._attention_grad(dh[rows], w, part, sums)
+            dout = self._attention_grad(dh[rows], part, sums)
             if self.sinks in sums.wanted:
-                sums[self.sinks] = sinks_grad(*_turned(dout, part.out), k.extra[0][:, :, rows], sinks)
+                sums[self.sinks] = sinks_grad(*_turned(dout, part.out), k.extra[0][:, :, rows], w[self.sinks])
             cos, sin = (None if t is None else t[:, rows] for t in (call.cos, call.sin))
-            dqkv = self._unrotated(gradients(rows, dout), part.out.shape[:2], w, cos, sin, part, sums)
+            dqkv = self._unrotated(gradients(rows, dout), part.out.shape[:2], cos, sin, part, sums)
             del dout
-            dh[rows] = self.input_grad(self.first, dqkv, dh[rows], x[rows], None, w, part, sums)
+            dh[rows] = self.input_grad(self.first, dqkv, dh[rows], x[rows], part, sums)
         sums.finish()
         k.out = k.extra = None
         return dh
 
-    def _unrotated(self, d: Sequence[Tensor], shape: Any, w: Weights, cos: Tensor | None, sin: Tensor | None,
-                   k: Kept, grads: Grads) -> Tensor:
+    def _unrotated(self, d: Sequence[Tensor], shape: Any, cos: Tensor | None, sin: Tensor | None, k: Kept,
+                   grads: Grads) -> Tensor:
         """d(qkv) [T, (hq + 2 hk) D] from dq, dk and dv as attention gives them."""
         dqkv = torch.empty_like(k.qkv)
         to_q, to_k, to_v = self._heads(dqkv, shape)
@@ -284,7 +283,7 @@ class SelfAttention(AttentionHalf):
             for norm, name, to, raw in ((self.q_norm, "q", to_q, raw_q), (self.k_norm, "k", to_k, raw_k)):
                 if norm.size != self.head:
                     to, raw = to.flatten(2), raw.flatten(2)
-                norm.backward(to, raw, k.inner[name], w, grads, out=to)
+                norm.backward(to, raw, k.inner[name], grads, out=to)
         return dqkv
 
 
@@ -374,9 +373,9 @@ class LatentAttention(AttentionHalf):
         key[..., :self.plain], key[..., self.plain:] = plain, shared
         return self._queries(k, shape), key, v
 
-    def backward(self, dh: Tensor, x: Tensor, shape: Any, w: Weights, call: Call, k: Kept, grads: Grads) -> Tensor:
-        dout = self._attention_grad(dh, w, k, grads)
-        dq, dk, dv, _ = call.attention.backward(dout, *self._made(k, shape, w, call, again=True), k.out, k.extra)
+    def backward(self, dh: Tensor, x: Tensor, shape: Any, call: Call, k: Kept, grads: Grads) -> Tensor:
+        dout = self._attention_grad(dh, k, grads)
+        dq, dk, dv, _ = call.attention.backward(dout, *self._made(k, shape, grads.w, call, again=True), k.out, k.extra)
         del dout
         k.out = k.extra = k.q = k.kv = None
         dfirst = torch.empty_like(k.qkv)
@@ -384,8 +383,7 @@ class LatentAttention(AttentionHalf):
         if self.q_up:
             dq = dq.contiguous()
             self._turn(dq[..., self.plain:], call, inverse=True)
-            self._up_backward(self.q_up, self.q_norm, dq.view(len(to), -1), slice(self.wide), to, k.inner["q_a"], k, w,
-                              grads)
+            self._up_backward(self.q_up, self.q_norm, dq.view(len(to), -1), slice(self.wide), to, k, "q_a", grads)
         else:
             to.view(dq.shape).copy_(dq)
             self._turn(to.view(dq.shape)[..., self.plain:], call, inverse=True)
@@ -396,13 +394,13 @@ class LatentAttention(AttentionHalf):
         self._turn(dkr, call, inverse=True)
         dkv = torch.cat((dk[..., :self.plain], dv), 3).view(len(dfirst), -1)
         rows = slice(self.wide, self.wide + self.low)
-        self._up_backward(self.kv_up, self.kv_norm, dkv, rows, dfirst[:, rows], k.inner["kv_a"], k, w, grads)
+        self._up_backward(self.kv_up, self.kv_norm, dkv, rows, dfirst[:, rows], k, "kv_a", grads)
         del dk, dv, dkv
-        return self.input_grad(self.first, dfirst, dh, x, None, w, k, grads)
+        return self.input_grad(self.first, dfirst, dh, x, k, grads)
 
-    def _up_backward(self, up: Linears, norm: Norm, dy: Tensor, columns: slice, to: Tensor, rstd: Tensor,
-                     k: Kept, w: Weights, grads: Grads) -> None:
-        """Of y = up(norm(columns of k.qkv)): the columns' gradient goes to `to`."""
-        _, low = norm.backward(up.input_grad(dy, w), k.qkv[:, columns], rstd, w, grads, rebuild=True, out=to)
-        up.weight_grads(dy, low, w, grads)
-
+    def _up_backward(self, up: Linears, norm: Norm, dy: Tensor, columns: slice, to: Tensor, k: Kept, name: str,
+                     grads: Grads) -> None:
+        """Of y = up(norm(columns of k.qkv)), name: of that norm's 1/rms. The columns' gradient goes to `to`."""
+        dlow, given = up.input_grad(dy, grads.w), k.qkv[:, columns]
+        _, low = norm.backward(dlow, given, k.inner[name], grads, rebuild=True, out=to)
+        up.weight_grads(dy, low, grads)

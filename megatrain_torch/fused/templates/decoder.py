@@ -117,22 +117,17 @@ class Decoder(Template):
         h = self.attention.after(x.reshape(-1, x.shape[-1]), w, Kept(out=out))
         return unflattened(self.mlp.forward(h, w, call.correction, Kept(), keep == "saved"), x.shape)
 
-    def backward(self, dy: Tensor, x: Tensor, kept: Any, w: Weights, call: Call, wanted: Any, input_grad: bool
-                 ) -> tuple[Tensor | None, Grads]:
-        """dx [B, S, H] (None where it is not wanted) and gradients of the weights in `wanted`, by name.
-
-        Uses up what was kept, and writes into it.
-        """
-        grads, shape = Grads(wanted), dy.shape
+    def backward(self, dy: Tensor, x: Tensor, kept: Any, w: Weights, call: Call, wanted: Any) -> tuple[Tensor, Grads]:
+        """dx [B, S, H], and gradients of the weights in `wanted`. Uses up what was kept, and writes into it."""
+        grads, shape = Grads(w, wanted), dy.shape
         dy, x = dy.reshape(-1, shape[-1]), x.reshape(-1, shape[-1])
         a, m = kept or (Kept(), Kept())
         if m.x is None:
             m.x = self.attention.forward(x, shape[:2], w, call, a)
-        dh = self.mlp.backward(dy, m.x, w, call.correction, m, grads)
+        dh = self.mlp.backward(dy, m.x, call.correction, m, grads)
         # What the MLP kept makes room before attention makes its own.
         m.x = m.rstd = m.last = m.rstd_out = m.routed = m.gu = m.shared_gu = None
-        dx = self.attention.backward(dh, x, shape[:2], w, call, a, grads)
-        return (unflattened(dx, shape) if input_grad else None), grads
+        return unflattened(self.attention.backward(dh, x, shape[:2], call, a, grads), shape), grads
 
     def sizes(self, item: int) -> Sizes:
         """item: bytes of an activation's element."""
@@ -235,24 +230,24 @@ class GatedMLP(Half):
         del b
         return self.added(h, self.down, w.gated(self.down.weights, k.gu, self.act), w, k)
 
-    def backward(self, dy: Tensor, h: Tensor, w: Weights, correction: None, k: Kept, grads: Grads) -> Tensor:
+    def backward(self, dy: Tensor, h: Tensor, correction: None, k: Kept, grads: Grads) -> Tensor:
         """dh [T, H] from dy [T, H]. Uses up what was kept, and writes into it."""
         if k.gu is not None or len(h) <= self.tile(h.element_size()):
-            return self._backward(dy, h, w, k, grads)
+            return self._backward(dy, h, k, grads)
         dh, sums = torch.empty_like(h), Sums(grads)
         for rows, part in self._tiles(h, k):
-            dh[rows] = self._backward(dy[rows], h[rows], w, part, sums)
+            dh[rows] = self._backward(dy[rows], h[rows], part, sums)
         sums.finish()
         return dh
 
-    def _backward(self, dy: Tensor, h: Tensor, w: Weights, k: Kept, grads: Grads) -> Tensor:
-        b = None
+    def _backward(self, dy: Tensor, h: Tensor, k: Kept, grads: Grads) -> Tensor:
+        w, b = grads.w, None
         if k.gu is None:                     # made again, but for the last product where nothing needs its output
             b = self.normed(h, w, k)
             k.gu = self.gu.forward(b, w)
             if self.norm_out and k.last is None:
                 self.added(h, self.down, w.gated(self.down.weights, k.gu, self.act), w, k)
-        dd = self.output_grad(dy, w, k, grads)
+        dd = self.output_grad(dy, k, grads)
         dact = self.down.input_grad(dd, w)
         if grads.wanted.isdisjoint(self.gu.biases):      # nothing but the products reads these: codes alone will do
             dgu, act = w.gated_grads(self.gu.weights, self.down.weights, dact, k.gu, self.act,
@@ -261,9 +256,9 @@ class GatedMLP(Half):
             dgu, act = glu_grads(dact, k.gu, self.act)
         del dact
         k.gu = None
-        self.down.weight_grads(dd, act, w, grads)
+        self.down.weight_grads(dd, act, grads)
         del act, dd
-        return self.input_grad(self.gu, dgu, dy, h, b, w, k, grads)
+        return self.input_grad(self.gu, dgu, dy, h, k, grads, b)
 
 
 # ---- single modules: what they keep never leaves the device ----------------------------------------------
@@ -289,9 +284,8 @@ class Embedding(Template):
     def forward(self, ids: Tensor, w: Weights, call: None, keep: str) -> tuple[Tensor, None]:
         return torch.nn.functional.embedding(ids, w["weight"]), None
 
-    def backward(self, dy: Tensor, ids: Tensor, kept: None, w: Weights, call: None, wanted: Any, input_grad: bool
-                 ) -> tuple[None, Grads]:
-        grads = Grads(wanted)
+    def backward(self, dy: Tensor, ids: Tensor, kept: None, w: Weights, call: None, wanted: Any) -> tuple[None, Grads]:
+        grads = Grads(w, wanted)
         padding = -1 if self.padding is None else self.padding
         grads["weight"] = ops.embedding_backward(dy.reshape(-1, self.width), ids.reshape(-1), self.rows, padding)
         return None, grads
@@ -313,10 +307,9 @@ class LoneNorm(Template):
     def forward(self, x: Tensor, w: Weights, call: None, keep: str) -> tuple[Tensor, Tensor]:
         return self.norm.forward(x, w)
 
-    def backward(self, dy: Tensor, x: Tensor, kept: Any, w: Weights, call: None, wanted: Any, input_grad: bool
-                 ) -> tuple[Tensor, Grads]:
-        grads, rstd = Grads(wanted), self.norm.forward(x, w)[1] if kept is None else kept
-        return self.norm.backward(dy, x, rstd, w, grads)[0], grads
+    def backward(self, dy: Tensor, x: Tensor, kept: Any, w: Weights, call: None, wanted: Any) -> tuple[Tensor, Grads]:
+        grads, rstd = Grads(w, wanted), self.norm.forward(x, w)[1] if kept is None else kept
+        return self.norm.backward(dy, x, rstd, grads)[0], grads
 
     def sizes(self, item: int) -> Sizes:
         row = self.norm.size * item

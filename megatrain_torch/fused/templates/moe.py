@@ -112,9 +112,9 @@ class Router:
         chosen = self._scores(logits).gather(1, index)
         return facts.factor * (chosen / (chosen.sum(-1, keepdim=True) + facts.least) if facts.normalised else chosen)
 
-    def backward(self, dweights: Tensor, r: Routed, b: Tensor, w: Weights, grads: Grads) -> Tensor:
+    def backward(self, dweights: Tensor, r: Routed, b: Tensor, grads: Grads) -> Tensor:
         """db [T, H] from dweights [T, k] fp32; the choice has no gradient."""
-        kind, logits = self._type(b), r.logits.detach().requires_grad_()
+        w, kind, logits = grads.w, self._type(b), r.logits.detach().requires_grad_()
         with torch.enable_grad():            # of [T, E] numbers, small beside the rest
             dlogits, = torch.autograd.grad(self._weights(logits, r.index), logits, dweights)
         dlogits, wide = dlogits.to(kind), b.to(kind)
@@ -310,14 +310,14 @@ class Experts:
         return ops.sum_rows(out, rows.place, weights.shape[0], weights.flatten(), base, factor), gu
 
     def backward(self, dy: Tensor, b: Tensor, gu: Tensor | None, weights: Tensor, routed: Routed, rows: Rows,
-                 base: Tensor | None, w: Weights, grads: Grads) -> tuple[Tensor, Tensor]:
+                 base: Tensor | None, grads: Grads) -> tuple[Tensor, Tensor]:
         """base + db [T, H], and dweights [T, k] fp32, from dy [T, H]. Overwrites gu; None: it is made again.
 
         What an expert gives is not made again: its product with dy is that of dy Wd' with what Wd reads. Rows wait in
         memory as inputs' gradients alone: of some experts all else is done before the next are there.
         """
-        count, dx, dweights, matrix = len(rows.token), None, None, Matrices(self, w, b.dtype)
-        by_row = weights.flatten()[rows.order]
+        w, count, dx, dweights = grads.w, len(rows.token), None, None
+        matrix, by_row = Matrices(self, w, b.dtype), weights.flatten()[rows.order]
         for part in rows.parts(w.groups(self.gu, self.count)):
             x = part.of(b) if gu is None else None
             up = gu[part.span] if x is None else ops.grouped_gemm(x, matrix(self.gu, part.experts), part.offsets)
@@ -329,14 +329,14 @@ class Experts:
                                               by_row[part.span])
             dweights = part.put(dweights, dweight, count)
             if self._learns(self.down, grads):
-                self._stack_grads(self.down, part, act, dys, matrix, w, grads)
+                self._stack_grads(self.down, part, act, dys, matrix, grads)
             del act, dys
             if self._learns(self.gu, grads):
-                self._stack_grads(self.gu, part, part.of(b) if x is None else x, up, matrix, w, grads)
+                self._stack_grads(self.gu, part, part.of(b) if x is None else x, up, matrix, grads)
             if self.biases and self.biases[0] in grads.wanted:  # each expert's sum, as a product with eight (the
                 ones = up.new_ones(up.shape[0], 8)       # kernel's least) rows of ones
                 sums = ops.grouped_gemm_wgrad(ones, up, part.offsets)[:, 0]
-                self._all(self.biases[0], w, grads)[part.experts.start:part.experts.stop] = sums
+                _all(self.biases[0], grads)[part.experts.start:part.experts.stop] = sums
             del x
             dx = part.put(dx, ops.grouped_gemm_dgrad(up, matrix(self.gu, part.experts), part.offsets), count)
             del up
@@ -351,8 +351,7 @@ class Experts:
     def _learns(self, name: str, grads: Grads) -> bool:
         return not grads.wanted.isdisjoint((name, *self.adapters.get(name, ())[:2]))
 
-    def _stack_grads(self, name: str, rows: Rows, x: Tensor, dy: Tensor, matrix: Matrices, w: Weights, grads: Grads
-                     ) -> None:
+    def _stack_grads(self, name: str, rows: Rows, x: Tensor, dy: Tensor, matrix: Matrices, grads: Grads) -> None:
         """Of a stack, where all experts are there together, and of its adapter's A and B, from what its products read,
         x [R, K], and their gradient, dy [R, N]."""
         if name in grads.wanted:
@@ -362,18 +361,19 @@ class Experts:
         (a, b), r, of = matrix.of(name, rows.experts), adapter.rank, slice(rows.experts.start, rows.experts.stop)
         if adapter.b in grads.wanted:
             t = ops.grouped_gemm(x, a.mT, rows.offsets).mul_(adapter.scale)
-            into = self._all(adapter.b, w, grads).view(-1, r, self.count)[..., of]
+            into = _all(adapter.b, grads).view(-1, r, self.count)[..., of]
             into.copy_(ops.grouped_gemm_wgrad(dy, t, rows.offsets)[..., :r].permute(1, 2, 0))
         if adapter.a in grads.wanted:
             u = ops.grouped_gemm(dy, b, rows.offsets).mul_(adapter.scale)
-            into = self._all(adapter.a, w, grads).view(self.count, r, -1)[of]
+            into = _all(adapter.a, grads).view(self.count, r, -1)[of]
             into.copy_(ops.grouped_gemm_wgrad(u, x, rows.offsets)[:, :r])
 
-    def _all(self, name: str, w: Weights, grads: Grads) -> Tensor:
-        """The gradient of all experts' own in one tensor: zeros where nobody has written."""
-        if name not in grads:
-            grads[name] = w[name].new_zeros(w[name].shape)
-        return grads[name]
+
+def _all(name: str, grads: Grads) -> Tensor:
+    """The gradient of all experts' own in one tensor: zeros where nobody has written."""
+    if name not in grads:
+        grads[name] = grads.w[name].new_zeros(grads.w[name].shape)
+    return grads[name]
 
 
 # ---- the half --------------------------------------------------------------------------------------
@@ -400,24 +400,24 @@ class Shared:
             act *= self.gate_of(b, w)
         return self.down.forward(act, w) if base is None else self.down.forward_onto(base, act, w, factor)
 
-    def backward(self, dy: Tensor, b: Tensor, gu: Tensor, w: Weights, grads: Grads) -> Tensor:
+    def backward(self, dy: Tensor, b: Tensor, gu: Tensor, grads: Grads) -> Tensor:
         """db [T, H] from dy [T, H]. Overwrites gu."""
-        act = self.down.input_grad(dy, w)
-        s = self.gate_of(b, w) if self.gate else None
+        act = self.down.input_grad(dy, grads.w)
+        s = self.gate_of(b, grads.w) if self.gate else None
         # The op takes [T] fp32, or fp64 of fp64.
         numbers = None if s is None else s.flatten().to(torch.promote_types(s.dtype, torch.float32))
         ds = ops.expert_glu_backward(act, gu, self.act, weights=numbers)
-        self.down.weight_grads(dy, act, w, grads)
+        self.down.weight_grads(dy, act, grads)
         del act
-        self.gu.weight_grads(gu, b, w, grads)
-        db = self.gu.input_grad(gu, w)
+        self.gu.weight_grads(gu, b, grads)
+        db = self.gu.input_grad(gu, grads.w)
         if s is None:
             return db
         dlogit = (ds.unsqueeze(1) * s * (1 - s)).to(b.dtype)
-        self.gate.weight_grads(dlogit, b, w, grads)
+        self.gate.weight_grads(dlogit, b, grads)
         if self.gate.adapters:
-            return db.add_(self.gate.input_grad(dlogit, w))
-        return db.addmm_(dlogit, w.joint(self.gate.weights))
+            return db.add_(self.gate.input_grad(dlogit, grads.w))
+        return db.addmm_(dlogit, grads.w.joint(self.gate.weights))
 
 
 class SparseMLP(Half):
@@ -459,12 +459,11 @@ class SparseMLP(Half):
         y, k.gu = self.experts.forward(b, weights, k.routed, rows, base, factor, w, keeps)
         return self.added_normed(h, y, w, k) if self.norm_out else y
 
-    def backward(self, dy: Tensor, h: Tensor, w: Weights, correction: Tensor | None, k: Kept, grads: Grads
-                 ) -> Tensor:
+    def backward(self, dy: Tensor, h: Tensor, correction: Tensor | None, k: Kept, grads: Grads) -> Tensor:
         """dh [T, H] from dy [T, H]. Uses up what was kept, and writes into it."""
         # Made again: what the experts read, and what was not kept, their outputs only where norm_out reads them. Their
         # g|u is made where it is used.
-        b = self.normed(h, w, k)
+        w, b = grads.w, self.normed(h, grads.w, k)
         if k.routed is None:
             k.routed = self.router.forward(b, w, correction)
         rows = sort_rows(k.routed.index, self.experts.count)
@@ -472,15 +471,15 @@ class SparseMLP(Half):
             self._finish(h, b, rows, w, k, keeps=True)
         elif self.shared and k.shared_gu is None:
             k.shared_gu = self.shared.gu.forward(b, w)
-        dd = self.output_grad(dy, w, k, grads)
+        dd = self.output_grad(dy, k, grads)
         base = None
         if self.shared:
-            base = self.shared.backward(dd, b, k.shared_gu, w, grads)
+            base = self.shared.backward(dd, b, k.shared_gu, grads)
             k.shared_gu = None
         weights = self.router.weights(k.routed, h.dtype)
-        db, dweights = self.experts.backward(dd, b, k.gu, weights, k.routed, rows, base, w, grads)
+        db, dweights = self.experts.backward(dd, b, k.gu, weights, k.routed, rows, base, grads)
         k.gu = None
-        db += self.router.backward(dweights, k.routed, b, w, grads)
+        db += self.router.backward(dweights, k.routed, b, grads)
         if self.norm_in is None:
             return db.add_(dy)
-        return self.norm_in.backward(db, h, k.rstd, w, grads, add=dy)[0]
+        return self.norm_in.backward(db, h, k.rstd, grads, add=dy)[0]

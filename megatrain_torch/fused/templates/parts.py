@@ -224,10 +224,10 @@ class Norm:
             return w.normed(linears.weights, x, weight, self.eps, self.style)
         return ops.rms_norm(x, weight, self.eps, self.style)[::2]
 
-    def backward(self, dy: Tensor, s: Tensor, rstd: Tensor, w: Weights, grads: Grads, add: Tensor | None = None,
+    def backward(self, dy: Tensor, s: Tensor, rstd: Tensor, grads: Grads, add: Tensor | None = None,
                  rebuild: bool = False, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """dx + add; and y again, where that is asked for (`rebuild`)."""
-        weight = w[self.weight]
+        weight = grads.w[self.weight]
         backward = _wide_norm_backward if weight.dtype != s.dtype else ops.rms_norm_backward
         dx, dw, y = backward(dy, s, weight, rstd, self.style, add, rebuild, dx=out)
         if self.weight in grads.wanted:
@@ -383,19 +383,17 @@ class Linears:
         dx = w.input_grad(self.weights, dy)
         return dx.addmm_(self._outer(dy, w), self._down(w, dy.dtype)) if self.beside else dx
 
-    def weight_grads(self, dy: Tensor, x: Tensor, w: Weights, grads: Grads) -> None:
+    def weight_grads(self, dy: Tensor, x: Tensor, grads: Grads) -> None:
         if not grads.wanted.isdisjoint(self.weights):
-            grads.product(self.weights, self.rows, dy, x, w)
+            grads.product(self.weights, self.rows, dy, x)
         if not grads.wanted.isdisjoint(self.biases):
             grads.put(self.biases, self.rows, ops.column_sum(dy))
-        if not self.beside:
-            return
         if not grads.wanted.isdisjoint(self._downs):
-            grads.product(self._downs, self._ranks, self._outer(dy, w), x, w, w[self._downs[0]].dtype)
-        ups = [one for one in self.beside if one[2].b in grads.wanted]
-        t = self._inner(x, w) if ups else x
-        for ranks, columns, a in ups:
-            grads.product((a.b,), (w[a.b].shape[0],), dy[:, columns], t[:, ranks], w, w[a.b].dtype)
+            grads.product(self._downs, self._ranks, self._outer(dy, grads.w), x)
+        if ups := [one for one in self.beside if one[2].b in grads.wanted]:
+            t = self._inner(x, grads.w)
+            for ranks, columns, a in ups:
+                grads.product((a.b,), (columns.stop - columns.start,), dy[:, columns], t[:, ranks])
 
     # t, and dt, of all adapters, by way of their A [sum of ranks, K].
 
@@ -506,23 +504,23 @@ class Half:
         normed, k.rstd_out = self.norm_out.forward(f, w)
         return torch.add(x, normed, alpha=self.factor)
 
-    def output_grad(self, dy: Tensor, w: Weights, k: Kept, grads: Grads) -> Tensor:
+    def output_grad(self, dy: Tensor, k: Kept, grads: Grads) -> Tensor:
         """That of f."""
         d = dy if self.factor == 1.0 else dy * self.factor
         if self.norm_out is not None:
-            d, _ = self.norm_out.backward(d, k.last, k.rstd_out, w, grads)
+            d, _ = self.norm_out.backward(d, k.last, k.rstd_out, grads)
             k.last = None
         return d
 
-    def input_grad(self, first: Linears, d: Tensor, dy: Tensor, x: Tensor, a: Tensor | None, w: Weights, k: Kept,
-                   grads: Grads) -> Tensor:
+    def input_grad(self, first: Linears, d: Tensor, dy: Tensor, x: Tensor, k: Kept, grads: Grads,
+                   a: Tensor | None = None) -> Tensor:
         """dx from d, the gradient of what the first products give, and dy, the residual's own. a: norm_in(x), where it
         is there; else it is made again."""
-        da = first.input_grad(d, w)
+        da = first.input_grad(d, grads.w)
         if self.norm_in is None:
             dx, a = da.add_(dy), x
         else:
-            dx, again = self.norm_in.backward(da, x, k.rstd, w, grads, add=dy, rebuild=a is None)
+            dx, again = self.norm_in.backward(da, x, k.rstd, grads, add=dy, rebuild=a is None)
             a = again if a is None else a
-        first.weight_grads(d, a, w, grads)
+        first.weight_grads(d, a, grads)
         return dx

@@ -121,27 +121,26 @@ def glu_grads(dh: Tensor, gu: Tensor, act: int) -> tuple[Tensor, Tensor]:
 # ---- gradients -------------------------------------------------------------------------------------
 
 class Grads(dict[str, Tensor]):
-    """Weight gradients by name; `wanted`: whose are asked for."""
+    """Gradients of weights `w` by name; `wanted`: whose are asked for."""
 
-    def __init__(self, wanted: Iterable[str]) -> None:
+    def __init__(self, w: Weights, wanted: Iterable[str]) -> None:
         super().__init__()
-        self.wanted = frozenset(wanted)
+        self.w, self.wanted = w, frozenset(wanted)
 
     def put(self, names: tuple[str, ...], rows: tuple[int, ...], joint: Tensor) -> None:
         for name, part in zip(names, joint.split(rows)):
             if name in self.wanted:
                 self[name] = part
 
-    def product(self, names: tuple[str, ...], rows: tuple[int, ...], dy: Tensor, x: Tensor, w: Weights,
-                dtype: torch.dtype | None = None) -> None:
-        """dy' x [sum of rows, K], from dy [T, sum of rows] and x [T, K]; dtype: of the weights, if it is another."""
-        if dtype != torch.float32 or dy.dtype not in (torch.bfloat16, torch.float16):
-            total = w.weight_grad(names, dy, x)
-            total = total.to(dtype or total.dtype)
-        else:
+    def product(self, names: tuple[str, ...], rows: tuple[int, ...], dy: Tensor, x: Tensor) -> None:
+        """dy' x [sum of rows, K], from dy [T, sum of rows] and x [T, K], in the weights' type."""
+        dtype, total = self._dtype(names), None
+        if dtype == torch.float32 and dy.dtype.itemsize == 2:
             total = torch.empty(dy.shape[1], x.shape[1], dtype=dtype, device=x.device)
-            w.weight_grad(names, dy, x, total)
-        self.put(names, rows, total)
+        self.put(names, rows, self.w.weight_grad(names, dy, x, total).to(dtype))
+
+    def _dtype(self, names: tuple[str, ...]) -> torch.dtype:
+        return next(self.w[n].dtype for n in names if n in self.wanted)
 
 
 class Sums(Grads):
@@ -149,10 +148,10 @@ class Sums(Grads):
     comes by its name (of biases, norms) has been rounded tile by tile. `finish` hands them on."""
 
     def __init__(self, grads: Grads) -> None:
-        super().__init__(grads.wanted)
+        super().__init__(grads.w, grads.wanted)
         self._grads = grads
         self._types: dict[str, torch.dtype] = {}
-        self._matrices: dict[tuple[str, ...], tuple[tuple[int, ...], torch.dtype, Tensor]] = {}
+        self._matrices: dict[tuple[str, ...], tuple[tuple[int, ...], Tensor]] = {}
 
     def __setitem__(self, name: str, part: Tensor) -> None:
         if name in self:
@@ -161,20 +160,18 @@ class Sums(Grads):
             super().__setitem__(name, part.to(torch.promote_types(part.dtype, torch.float32), copy=True))
         self._types[name] = part.dtype
 
-    def product(self, names: tuple[str, ...], rows: tuple[int, ...], dy: Tensor, x: Tensor, w: Weights,
-                dtype: torch.dtype | None = None) -> None:
+    def product(self, names: tuple[str, ...], rows: tuple[int, ...], dy: Tensor, x: Tensor) -> None:
         begun = names in self._matrices
         if not begun:
             wide = torch.promote_types(dy.dtype, torch.float32)
-            total = torch.empty(sum(rows), x.shape[1], dtype=wide, device=x.device)
-            self._matrices[names] = rows, dtype or dy.dtype, total
-        w.weight_grad(names, dy, x, self._matrices[names][2], begun)
+            self._matrices[names] = rows, torch.empty(sum(rows), x.shape[1], dtype=wide, device=x.device)
+        self.w.weight_grad(names, dy, x, self._matrices[names][1], begun)
 
     def finish(self) -> None:
         """What was added up, in the gradients' types."""
         for names in list(self._matrices):
-            rows, dtype, total = self._matrices.pop(names)
-            self._grads.put(names, rows, total.to(dtype))
+            rows, total = self._matrices.pop(names)
+            self._grads.put(names, rows, total.to(self._dtype(names)))
         for name, total in self.items():
             self._grads[name] = total.to(self._types[name])
 
