@@ -220,8 +220,7 @@ def test_a_norm_with_weights_of_a_wider_type_is_that_of_fp64(style: int) -> None
     g = torch.Generator().manual_seed(0)
     x, dy, add = (torch.randn(2, 5, 32, generator=g).bfloat16() for _ in range(3))
     layer = nn.ModuleDict({"norm": nn.RMSNorm(32, eps=1e-6)})
-    w = torch.randn(32, generator=g)
-    norm = parts.Norm(layer, "norm")
+    w, norm = torch.randn(32, generator=g), parts.Norm(layer, "norm")
     grads = weights.Grads(weights.Weights({"norm.weight": w}), ["norm.weight"])
     norm.style = style
     y, rstd = norm.forward(x, grads.w)

@@ -1,5 +1,5 @@
-"""The half of a decoder layer that mixes tokens, h = x + r * norm_out(attention(q, k, v) Wo): what SelfAttention and
-LatentAttention, which make q, k and v of a = norm_in(x) in ways of their own, have in common, and these."""
+"""The half of a decoder layer that mixes tokens, h = x + r * norm_out(attention(q, k, v) Wo): SelfAttention and
+LatentAttention, which make q, k and v of a = norm_in(x) in ways of their own, and what they have in common."""
 from __future__ import annotations
 
 import warnings
@@ -40,11 +40,11 @@ class Call:
 class Rotary(NamedTuple):
     """How a model's code pairs the numbers of a head for the rotary embedding.
 
-    The angles of one head, [.., R], come to a layer in one of three forms: each pair's angle at both of its
-    places (Llama's halves, Cohere's neighbours), or only in the first half (GLM, which repeats it in the layer;
-    GPT-OSS, whose cos and sin are R/2 long). DeepSeek's pairs are neighbours in what is turned, and the halves of what
-    its code makes of that: such heads are turned where they lie here, queries and keys alike, so that their products
-    are the same sums in another order.
+    The angles of one head, [.., R], come to a layer in one of three forms: each pair's angle at both of its places
+    (Llama's halves, Cohere's neighbours), or only in the first half (GLM, which repeats it in the layer; GPT-OSS, whose
+    cos and sin are R/2 long). DeepSeek's pairs are neighbours in what is turned, and the halves of what its code makes
+    of that: such heads are turned where they lie, so that products of queries and keys are the same sums in another
+    order.
 
     A proof finds which it is. interleaved: pairs are neighbours. first: each pair's angle is taken from the first
     half. short: it comes R/2 long. parted: the model's code gives the first of all pairs, then the second of all.
@@ -106,19 +106,17 @@ class AttentionHalf(Half):
 
     def check(self) -> None:
         """Raises Unfit where the configuration, as it is now, asks for another attention than the template covers."""
-        kind = self.kind
-        if kind not in ("sdpa", "eager"):
-            raise Unfit(f"attention by {kind!r}")
-        if kind == "sdpa" and self.cap:
+        if self.kind not in ("sdpa", "eager"):
+            raise Unfit(f"attention by {self.kind!r}")
+        if self.kind == "sdpa" and self.cap:
             raise Unfit("its attention caps its logits, which torch's kernels cannot")
-        if kind == "sdpa" and self.sinks:
+        if self.kind == "sdpa" and self.sinks:
             raise Unfit("its attention has sinks, which torch's kernels do not know")
 
     def call(self, layer: Any, kwargs: dict[str, Any], roles: dict[str, str] | None, x: Tensor) -> Call:
         """Arguments of a call by their roles (parts.roles_of), which a proof has found; the rest is not read. Unfit
         where the template does not cover one."""
-        if roles is None:
-            roles = roles_of(kwargs)
+        roles = roles_of(kwargs) if roles is None else roles
         angles, mask, cache = map(kwargs.get, map(roles.get, ("angles", "mask", "cache")))
         if self.sinks and mask is not None and mask.dtype == torch.bool:
             raise Unfit("its attention has sinks, and a mask that is not added to logits")
@@ -142,8 +140,7 @@ class AttentionHalf(Half):
         index = layer.self_attn.layer_idx
         if not hf_calls.empty_entry(cache, index):
             raise Unfit("its cache is no empty DynamicCache")
-        layers = getattr(self.config, "num_hidden_layers", 1)
-        nbytes = self.cached * x.element_size() * x.shape[:2].numel() * layers
+        nbytes = self.cached * x.element_size() * x.shape[:2].numel() * getattr(self.config, "num_hidden_layers", 1)
         if nbytes >= LARGE_CACHE and not _told:
             _told.append(True)
             warnings.warn(f"the forward of a training step fills a key-value cache of {show_bytes(nbytes)}, which "
@@ -160,9 +157,7 @@ class AttentionHalf(Half):
     def forward(self, x: Tensor, shape: Any, w: Weights, call: Call, k: Kept) -> Tensor:
         """h [T, H] from x [T, H]; shape: (B, S). Writes what backward wants into k, where attention's output may be
         already."""
-        a = self.normed(x, w, k, self.first)
-        k.qkv = self.first.forward(a, w)
-        del a
+        k.qkv = self.first.forward(self.normed(x, w, k, self.first), w)
         q, key, v = self._made(k, shape, w, call)
         if k.out is None:
             k.out, k.extra = call.attention.forward(q, key, v, w[self.sinks] if self.sinks else None)
@@ -211,8 +206,8 @@ class SelfAttention(AttentionHalf):
         self.few = 4 * (self.hq + len(self.norms))       # log-sum-exp, and 1/rms
         if self.q_norm:
             self.norms += self.q_norm, self.k_norm
-            self.few += 4 * (self.hq if self.q_norm.size == self.head else 1)
-            self.few += 4 * (self.hk if self.k_norm.size == self.head else 1)
+            norms = (self.q_norm, self.hq), (self.k_norm, self.hk)
+            self.few += 4 * sum(heads if norm.size == self.head else 1 for norm, heads in norms)
         self.linears, self.names = (self.first, self.o), [self.sinks] if self.sinks else []
 
     def _heads(self, qkv: Tensor, shape: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -299,12 +294,10 @@ class LatentAttention(AttentionHalf):
     Letters: N numbers of a head that are not turned, R that are, D = N + R; V of a value's head; C of ckv.
 
     What Wqb and Wkvb give is many times as wide as what they read: "selective" keeps the latter. Keys lie as
-    attention's kernels want them, [B, S, hq, D], for the time of a forward or a backward: their numbers are kv's and
-    kr's.
+    attention's kernels want them, [B, S, hq, D], only for the time of a forward or a backward.
 
     Attributes:
-        q_up: Wqb; None: the first product gives queries. kv_up: Wkvb.
-        wide: numbers of cq. low, turned, plain: C, R and N.
+        q_up: Wqb; None: the first product gives queries. kv_up: Wkvb. wide: numbers of cq. low, turned, plain: C, R, N.
     """
 
     latent = True
@@ -380,13 +373,10 @@ class LatentAttention(AttentionHalf):
         k.out = k.extra = k.q = k.kv = None
         dfirst = torch.empty_like(k.qkv)
         to = dfirst[:, :self.wide]               # the gradient of what queries are made of
+        dq = dq.contiguous() if self.q_up else to.view(dq.shape).copy_(dq)
+        self._turn(dq[..., self.plain:], call, inverse=True)
         if self.q_up:
-            dq = dq.contiguous()
-            self._turn(dq[..., self.plain:], call, inverse=True)
-            self._up_backward(self.q_up, self.q_norm, dq.view(len(to), -1), slice(self.wide), to, k, "q_a", grads)
-        else:
-            to.view(dq.shape).copy_(dq)
-            self._turn(to.view(dq.shape)[..., self.plain:], call, inverse=True)
+            self._up_backward(self.q_up, self.q_norm, dq.view(len(to), -1), slice(self.wide), k, "q_a", dfirst, grads)
         del dq
         # kr's gradient is the sum over heads.
         dkr = dfirst[:, -self.turned:].view(*dk.shape[:2], 1, self.turned)
@@ -394,13 +384,13 @@ class LatentAttention(AttentionHalf):
         self._turn(dkr, call, inverse=True)
         dkv = torch.cat((dk[..., :self.plain], dv), 3).view(len(dfirst), -1)
         rows = slice(self.wide, self.wide + self.low)
-        self._up_backward(self.kv_up, self.kv_norm, dkv, rows, dfirst[:, rows], k, "kv_a", grads)
+        self._up_backward(self.kv_up, self.kv_norm, dkv, rows, k, "kv_a", dfirst, grads)
         del dk, dv, dkv
         return self.input_grad(self.first, dfirst, dh, x, k, grads)
 
-    def _up_backward(self, up: Linears, norm: Norm, dy: Tensor, columns: slice, to: Tensor, k: Kept, name: str,
+    def _up_backward(self, up: Linears, norm: Norm, dy: Tensor, columns: slice, k: Kept, name: str, dfirst: Tensor,
                      grads: Grads) -> None:
-        """Of y = up(norm(columns of k.qkv)), name: of that norm's 1/rms. The columns' gradient goes to `to`."""
-        dlow, given = up.input_grad(dy, grads.w), k.qkv[:, columns]
-        _, low = norm.backward(dlow, given, k.inner[name], grads, rebuild=True, out=to)
+        """Of y = up(norm(columns of k.qkv)), name: of that norm's 1/rms. Their gradient goes to those of dfirst."""
+        _, low = norm.backward(up.input_grad(dy, grads.w), k.qkv[:, columns], k.inner[name], grads, rebuild=True,
+                               out=dfirst[:, columns])
         up.weight_grads(dy, low, grads)

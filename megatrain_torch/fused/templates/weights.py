@@ -23,16 +23,13 @@ WHOLE = 16                  # that many codes are loaded at once: sizes of matri
 
 
 class Weights:
-    """A unit's weights in a slot, by the names of the window's parameters.
-
-    Linear layers that read the same input lie side by side in their unit (units are laid out matrices
-    first), so their weights are one matrix, and one product serves them all.
+    """A unit's weights in a slot, by the names of the window's parameters. Linear layers that read the same input lie
+    side by side in their unit (matrices come first), so their weights are one matrix, and one product serves them all.
     """
 
     __slots__ = ("_joint", "_make", "by_name")
 
-    def __init__(self, by_name: dict[str, Tensor], make: Callable[[Callable[[], Tensor]], Tensor] | None = None
-                 ) -> None:
+    def __init__(self, by_name: dict[str, Tensor], make: Callable[[Callable[[], Any]], Any] | None = None) -> None:
         """make: runs what makes a view that is kept here (a slot counts those)."""
         self.by_name, self._make = by_name, make or (lambda view: view())
         self._joint: dict[tuple[str, ...], Tensor] = {}
@@ -44,18 +41,16 @@ class Weights:
         """The rows of all of them, one below the other; a view where they are neighbours."""
         if len(names) == 1:
             return self.by_name[names[0]]
-        found = self._joint.get(names)
-        if found is None:
+        if names not in self._joint:
             parts = [self.by_name[n] for n in names]
             here, storage = parts[0].data_ptr(), parts[0].untyped_storage().data_ptr()
             for p in parts:
                 if p.data_ptr() != here or not p.is_contiguous() or p.untyped_storage().data_ptr() != storage:
                     return torch.cat(parts)          # a copy would be out of date with the next fetch
                 here += p.nbytes
-            rows = (sum(p.shape[0] for p in parts), *parts[0].shape[1:])
-            found = self._joint[names] = self._make(
-                lambda: parts[0].as_strided(rows, parts[0].stride(), parts[0].storage_offset()))
-        return found
+            rows, strides, at = sum(p.shape[0] for p in parts), parts[0].stride(), parts[0].storage_offset()
+            self._joint[names] = self._make(lambda: parts[0].as_strided((rows, *parts[0].shape[1:]), strides, at))
+        return self._joint[names]
 
     # ---- stacks of experts ----
 
@@ -118,8 +113,6 @@ def glu_grads(dh: Tensor, gu: Tensor, act: int) -> tuple[Tensor, Tensor]:
     return gu, dh
 
 
-# ---- gradients -------------------------------------------------------------------------------------
-
 class Grads(dict[str, Tensor]):
     """Gradients of weights `w` by name; `wanted`: whose are asked for."""
 
@@ -176,8 +169,6 @@ class Sums(Grads):
             self._grads[name] = total.to(self._types[name])
 
 
-# ---- weights of codes ------------------------------------------------------------------------------
-
 class Expanded(Weights):
     """Weights that lie in their slot as codes, made the weights that they stand for as products need them.
 
@@ -209,9 +200,8 @@ class Expanded(Weights):
         if not any(codings):
             return super().joint(names)
         shapes = [self.by_name[n].shape if c is None else c.shape for n, c in zip(names, codings)]
-        first = next(f"{n}{STRAND}{c.strands[0]}" for n, c in zip(names, codings) if c is not None)
-        out = torch.empty((sum(s[0] for s in shapes), *shapes[0][1:]), dtype=self._dtype,
-                          device=self.by_name[first].device)
+        like = next(self.by_name[f"{n}{STRAND}{c.strands[0]}"] for n, c in zip(names, codings) if c is not None)
+        out = like.new_empty((sum(s[0] for s in shapes), *shapes[0][1:]), dtype=self._dtype)
         for name, coding, part in zip(names, codings, out.split([s[0] for s in shapes])):
             if coding is None:
                 part.copy_(self.by_name[name])
@@ -233,19 +223,17 @@ class Pieces(Weights):
     not, since the slot would be held.
     """
 
-    __slots__ = ("_last", "_made", "_rest", "_rest_of", "_stacks")
+    __slots__ = ("_last", "_rest", "_rest_of", "_ring", "_stacks")
 
-    def __init__(self, rest: Callable[[], Weights], stacks: dict[str, Stacked], made: Callable[[Piece], Tensor]
-                 ) -> None:
-        """rest: what is left of the unit, where it is now. made: a piece's weights, fetched if need be."""
-        self._rest_of, self._stacks, self._made = rest, stacks, made
+    def __init__(self, rest: Callable[[], Weights], stacks: dict[str, Stacked], ring: Any) -> None:
+        """rest: what is left of the unit, where it is now. ring: model/ring.py's, which pieces are fetched into."""
+        self._rest_of, self._stacks, self._ring = rest, stacks, ring
         self._rest: Weights | None = None
         self._last: dict[str, tuple[Piece, Tensor]] = {}
 
     @property
     def rest(self) -> Weights:
-        if self._rest is None:
-            self._rest = self._rest_of()
+        self._rest = self._rest or self._rest_of()
         return self._rest
 
     def __getitem__(self, name: str) -> Tensor:
@@ -273,7 +261,7 @@ class Pieces(Weights):
         self._last.pop(name, None)                       # first: there is one at a time
         self._rest = None
         piece = self._stacks[name].piece_of(which.start)
-        return self._made(piece), piece.expands
+        return piece.made(self._ring), piece.expands
 
 
 # ---- products of codes -----------------------------------------------------------------------------
@@ -295,10 +283,9 @@ class Coded(Weights):
     codes with a scale for each row, sums in fp32, results in the layer's type (csrc/ops/fp8.h).
 
     A product's sums go along its operands' rows, so that a forward wants x and W by rows, dx = dy W wants W by columns,
-    and dW = dy' x both dy and x by columns: of each operand codes by rows or by columns, or of dy both. They are made
-    from tensors of 16 bits that are there anyway, weights' once in each forward and backward; but of norms, of gated
-    activations and of the gradients behind these, by the kernels that compute them (csrc/ops/fp8_glu.h), where nothing
-    else reads them.
+    and dW = dy' x both dy and x by columns. Codes are made from tensors of 16 bits that are there anyway, weights' once
+    in each forward and backward; but of norms, of gated activations and of the gradients behind these, by the kernels
+    that compute them (csrc/ops/fp8_glu.h), where nothing else reads them.
 
     Forward products add in the tensor cores' own 14 bits, gradients in fp32 after short stretches: a weight gradient is
     a sum over all tokens, of which the former would lose a part that grows with their number.
@@ -329,12 +316,10 @@ class Coded(Weights):
         matrix = self._rows[names]
         y = torch.empty(x.shape[0], matrix.scale.shape[0], dtype=x.dtype, device=x.device)
         codes = x.take("rows") if isinstance(x, Made) else ops.fp8_cast(x)
-        bias = self.joint(biases) if biases else None
-        ops.fp8_gemm_(y, codes, matrix, bias=bias, base=base, alpha=factor, fast=True)
+        ops.fp8_gemm_(y, codes, matrix, bias=self.joint(biases) if biases else None, base=base, alpha=factor, fast=True)
         return y
 
-    def normed(self, names: tuple[str, ...], x: Tensor, weight: Tensor, eps: float, style: int
-               ) -> tuple[Tensor | Made, Tensor]:
+    def normed(self, names: tuple[str, ...], x: Tensor, weight: Tensor, eps: float, style: int) -> tuple[Any, Tensor]:
         if not self._fits(names, x):
             return super().normed(names, x, weight, eps, style)
         codes, rstd = ops.fp8_rms_norm(x, weight, eps, style)
