@@ -156,10 +156,8 @@ class Fused:
         self.template = template(module, window.runtime.device.type)
         self.sizes = self.template.sizes(self.dtype.itemsize)
         self.coded_linears = {n: m for n, m in module.named_modules() if format_of(dict.get(m._parameters, "weight"))}
-        self.wrappers, self.loops = [], []
-        if self.template.routes:
-            *self.wrappers, loop = map(module.get_submodule, self.template.mlp.experts.modules)
-            self.loops = [loop]
+        inside = [*map(module.get_submodule, self.template.mlp.experts.modules)] if self.template.routes else []
+        self.wrappers, self.loops = inside[:-1], inside[-1:]
         self.split()
         self._adapters = self._adapted()
 
@@ -171,10 +169,10 @@ class Fused:
         """Follows requires_grad."""
         window = self.window
         by_record = dict(zip(window.records, self.names))
-        self.trained_names = [by_record[r] for r in window.trainable]
-        self.wanted, self._reader.last = frozenset(self.trained_names), None
+        self.trained_names = tuple([by_record[r] for r in window.trainable])
+        self._reader.last = None
         weights = tuple((n, r.shape, r.dtype) for n, r in self.records.items() if n not in self.codings)
-        self._known = weights, tuple(self.codings.items()), self.wanted, window.runtime.device.type
+        self._known = weights, tuple(self.codings.items()), self.trained_names, window.runtime.device.type
 
     def exact(self, names: tuple[str, ...]) -> Weights:
         """The weights by names of the window's records, as a template calls them, and those that codes stand for; of
@@ -191,7 +189,7 @@ class Fused:
                if s.pieces[0].cut is not None or s.whole is not None}
         return Pieces(rest, own, ring) if own else rest()
 
-    def operands(self, template: Template, names: tuple[str, ...], wanted: frozenset[str] = frozenset()) -> Weights:
+    def operands(self, template: Template, names: tuple[str, ...], wanted: tuple[str, ...] = ()) -> Weights:
         """What a forward, or a backward that wants these gradients, multiplies with."""
         w = self.exact(names)
         return Coded(w, wanted) if self.coded and template.coded and not self._window().stacks else w
@@ -367,8 +365,7 @@ class Layer(torch.autograd.Function):
         ctx.window = window = fused._window()            # which the graph may outlive its module with
         ctx.fused, ctx.call, ctx.records, ctx.keep, ctx.bundle = fused, call, window.trainable, mode.keep, bundle
         # The module, and what of it is trained, may change before backward, which is that of this forward.
-        ctx.template, ctx.names = template, fused.names
-        ctx.trained_names, ctx.wanted = fused.trained_names, fused.wanted
+        ctx.template, ctx.names, ctx.trained_names = template, fused.names, fused.trained_names
         ctx.use = Use(window.trainable) if in_backward() == -1 else None
         ctx.set_materialize_grads(False)
         ctx.position = window.runtime.swap.position
@@ -401,8 +398,8 @@ class Layer(torch.autograd.Function):
                 kept = tree_map_only(Part, Part.tensor, kept)
             del bundle
             with rt.keeps.memory():
-                w = fused.operands(template, ctx.names, ctx.wanted)
-                dx, grads = template.backward(dy.contiguous(), x, kept, w, ctx.call, ctx.wanted)
+                w = fused.operands(template, ctx.names, ctx.trained_names)
+                dx, grads = template.backward(dy.contiguous(), x, kept, w, ctx.call, ctx.trained_names)
             found = list(map(grads.get, ctx.trained_names))
             del w, grads                     # which have the weights: views that hold a slot, or what was made of codes
         taken = rt.handover.take(ctx.records, ctx.use, nodes, tuple(found))
