@@ -132,7 +132,7 @@ def by_template(layer: Layer, keep: str) -> Callable[[], None]:
         with torch.no_grad():
             _, call = found.take(layer.module, layer.x, layer.kwargs)
             _, kept = found.forward(layer.x, weights, call, keep)
-            found.backward(dy, layer.x, kept, weights, call, tuple(params), True)
+            found.backward(dy, layer.x, kept, weights, call, tuple(params))
 
     return run
 

@@ -257,7 +257,7 @@ class Node(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
         kept, ctx.kept = ctx.kept, None
-        dx, grads = ctx.template.backward(dy, x, kept, Weights(dict(zip(ctx.names, weights))), ctx.take(), ctx.names, True)
+        dx, grads = ctx.template.backward(dy, x, kept, Weights(dict(zip(ctx.names, weights))), ctx.take(), ctx.names)
         return None, None, None, None, dx, *(grads[n] for n in ctx.names)
 
 

@@ -220,11 +220,11 @@ def test_a_norm_with_weights_of_a_wider_type_is_that_of_fp64(style: int) -> None
     g = torch.Generator().manual_seed(0)
     x, dy, add = (torch.randn(2, 5, 32, generator=g).bfloat16() for _ in range(3))
     layer = nn.ModuleDict({"norm": nn.RMSNorm(32, eps=1e-6)})
-    w = torch.randn(32, generator=g)
-    norm, grads = parts.Norm(layer, "norm"), weights.Grads(["norm.weight"])
+    w, norm = torch.randn(32, generator=g), parts.Norm(layer, "norm")
+    grads = weights.Grads(weights.Weights({"norm.weight": w}), ["norm.weight"])
     norm.style = style
-    y, rstd = norm.forward(x, weights.Weights({"norm.weight": w}))
-    dx, again = norm.backward(dy, x, rstd, weights.Weights({"norm.weight": w}), grads, add, rebuild=True)
+    y, rstd = norm.forward(x, grads.w)
+    dx, again = norm.backward(dy, x, rstd, grads, add, rebuild=True)
     leaves = [x.double().requires_grad_(), w.double().requires_grad_()]
     wanted = leaves[0] * torch.rsqrt(leaves[0].square().mean(-1, keepdim=True) + 1e-6) * (
         leaves[1] + (style == ops.ONE_PLUS))

@@ -145,7 +145,7 @@ def layer_grads(build: Build, keep: str, wanted: str = "") -> dict[str, Tensor]:
     w, names = Weights(dict(layer.named_parameters())), [n for n, _ in layer.named_parameters() if wanted in n]
     with torch.no_grad():
         y, kept = template.forward(x, w, call, keep)
-        dx, grads = template.backward(dy, x, kept, w, call, names, True)
+        dx, grads = template.backward(dy, x, kept, w, call, names)
     assert sorted(grads) == sorted(names)
     return {"y": y, "dx": dx, **grads}
 

@@ -65,10 +65,8 @@ def runs(module: nn.Module, device: str) -> Template:
         raise Unfit(why)
     if fused is not None:
         return fused.template
-    found = template(module, device)
-    inside = hf_calls.hooks_of(m for m in module.modules() if m is not module)
-    dtype = dtype_of(module, codings_of(module)) or next(p.dtype for p in module.parameters())
-    _check_now(found, inside, device, dtype)
+    found, inside = template(module, device), hf_calls.hooks_of(m for m in module.modules() if m is not module)
+    _check_now(found, inside, device, dtype_of(module, codings_of(module)) or next(module.parameters()).dtype)
     return found
 
 
@@ -80,7 +78,7 @@ def _check_now(template: Template, hooks: list[dict[int, Any]], device: str, dty
         raise Unfit("a mode of torch's functions is on")
     if (any(hooks) and hf_calls.hooked(hooks)) or _has_any_global_hook():
         raise Unfit("there are hooks inside it")
-    if torch.is_autocast_enabled(device) and casts(device, dtype):
+    if casts(device, dtype):
         raise Unfit("autocast is on")
 
 
@@ -101,7 +99,7 @@ def codable(windows: Iterable[tuple[str, nn.Module]]) -> list[nn.Module]:
     found = []
     for _, module in windows:
         with contextlib.suppress(Unfit):
-            found += [module] if template(module).coded else []
+            found += [module] * template(module).coded
     return inner(found)
 
 
@@ -124,11 +122,10 @@ class Fused:
 
     def __init__(self, window: Window) -> None:
         self._window = weakref.ref(window)   # weakly: the window holds this; a graph that outlives the model holds both
+        self.declined, self.own, self.coded, self.idle = "", "", False, False
         self.verdict: str | None = None
-        self.declined = self.own = ""
         self._calm = 0                       # passes in which it ran by its template alone, since its own code did
         self._lately: str | None = None      # why its own code ran since the last look; "": it did not; None: no call
-        self.coded = self.idle = False
         self._reader = Reader()
         self.read()
 
@@ -138,8 +135,7 @@ class Fused:
 
     def read(self) -> None:
         """The module's structure, anew; Unfit where no template covers it, or it was streamed with other parameters."""
-        window = self.window
-        module = window.module
+        window, module = self.window, self.window.module
         self._ready: dict[Reading, Template] = {}
         self._adapters: list[Any] | None = None          # until this has ended well
         self._children = [m._modules for m in module.modules()]
@@ -160,10 +156,8 @@ class Fused:
         self.template = template(module, window.runtime.device.type)
         self.sizes = self.template.sizes(self.dtype.itemsize)
         self.coded_linears = {n: m for n, m in module.named_modules() if format_of(dict.get(m._parameters, "weight"))}
-        self.wrappers, self.loops = [], []
-        if self.template.routes:
-            *self.wrappers, loop = map(module.get_submodule, self.template.mlp.experts.modules)
-            self.loops = [loop]
+        inside = [*map(module.get_submodule, self.template.mlp.experts.modules)] if self.template.routes else []
+        self.wrappers, self.loops = inside[:-1], inside[-1:]
         self.split()
         self._adapters = self._adapted()
 
@@ -175,10 +169,10 @@ class Fused:
         """Follows requires_grad."""
         window = self.window
         by_record = dict(zip(window.records, self.names))
-        self.trained_names = [by_record[r] for r in window.trainable]
-        self.wanted, self._reader.last = frozenset(self.trained_names), None
+        self.trained_names = tuple([by_record[r] for r in window.trainable])
+        self._reader.last = None
         weights = tuple((n, r.shape, r.dtype) for n, r in self.records.items() if n not in self.codings)
-        self._known = weights, tuple(self.codings.items()), self.wanted, window.runtime.device.type
+        self._known = weights, tuple(self.codings.items()), self.trained_names, window.runtime.device.type
 
     def exact(self, names: tuple[str, ...]) -> Weights:
         """The weights by names of the window's records, as a template calls them, and those that codes stand for; of
@@ -191,12 +185,11 @@ class Fused:
                 Weights(dict(zip(names, window.views(window.records))))
             return Expanded(w, self.codings, self.dtype) if self.codings else w
 
-        by_record = dict(zip(window.records, names)) if ring.stacks else {}
-        own = {by_record[s.records[0]].partition(STRAND)[0]: s for s in window.stacks
-               if ring.stacks and (s.pieces[0].cut is not None or s.whole is not None)}
-        return Pieces(rest, own, lambda piece: piece.made(ring)) if own else rest()
+        own = {names[window.records.index(s.records[0])].partition(STRAND)[0]: s for s in window.stacks
+               if s.pieces[0].cut is not None or s.whole is not None}
+        return Pieces(rest, own, ring) if own else rest()
 
-    def operands(self, template: Template, names: tuple[str, ...], wanted: frozenset[str] = frozenset()) -> Weights:
+    def operands(self, template: Template, names: tuple[str, ...], wanted: tuple[str, ...] = ()) -> Weights:
         """What a forward, or a backward that wants these gradients, multiplies with."""
         w = self.exact(names)
         return Coded(w, wanted) if self.coded and template.coded and not self._window().stacks else w
@@ -231,24 +224,21 @@ class Fused:
             x, named = arguments(self.parameters, args, kwargs)
             _check_now(self.template, window.hooks, window.runtime.device.type, self.dtype)
             self.template.input(x, self.dtype)
-            self.idle = not (x.requires_grad or window.trainable)
-            if self.idle:
+            if not (x.requires_grad or window.trainable):
+                self.idle = True
                 raise Unfit("nothing needs a gradient")
             reading = self._reading(window, x, args, kwargs, named)
             template = self._ready.get(reading) or self._tried(reading, x, named)
             x, call = template.take(window.module, x, named, reading.found[2])
         except Unfit as reason:
             self.declined = str(reason)
-            if not self.idle:                # the next look sees it
-                self._lately = self.declined
+            self._lately = self._lately if self.idle else self.declined          # the next look sees it
             return None
         self.verdict = self.declined = ""
         self._lately = self._lately or ""
-        keeps, link = window.runtime.keeps, None
+        keeps = window.runtime.keeps
         keeps.most_tokens = max(keeps.most_tokens, x.shape[:2].numel())
-        mode = mode_of(keeps.mode_of(window))
-        if mode.keep == LINKED:
-            mode, link = self._linked(x, mode)
+        mode, link = self._linked(x, mode_of(keeps.mode_of(window)))
         if link is None and not (mode.host and self.template.swaps):
             return Layer.apply(self, template, call, mode, None, x, *window.params)
         # x too is saved by way of the bundle, whose life then is that of the graph, or not at all.
@@ -279,8 +269,7 @@ class Fused:
             self.verdict = looked[reading]
         if self.verdict:
             raise Unfit(self.verdict)
-        self._ready[reading] = found
-        return found
+        return self._ready.setdefault(reading, found)
 
     # ---- what the module's code is ----
 
@@ -293,8 +282,7 @@ class Fused:
             self.read()
 
         def key() -> tuple[Any, ...]:
-            """What guards do not look at: weights, packages' products with codes, loops over experts, adapters of
-            these."""
+            """What no guard looks at: weights, packages' products with codes, loops over experts, adapters of these."""
             for name, m in self.coded_linears.items():
                 if why := multiplies(m, self.dtype):
                     raise Unfit(f"{name}: {why}")
@@ -319,8 +307,8 @@ class Fused:
         """The call read, its graph compared with the template. The reading's `found` is settings of the template, what
         is against it, and by which name each argument comes that has a role."""
         from .proof.prove import prove  # sympy comes with it, which only fused models wait for
-        window, template, weights = self.window, self.template, {}
-        module, slots = window.module, dict(zip(window.records, window.views(window.records)))
+        window, module, template, weights = self.window, self.window.module, self.template, {}
+        slots = dict(zip(window.records, window.views(window.records)))
         for name, record in self.records.items():        # where codes stand for a weight, one without memory of its own
             like, t = self.codings.get(name), slots.get(record)
             if like is not None or t is None:
@@ -339,8 +327,8 @@ class Fused:
 
         forwards = plain_linears(self, weights)
         for m in self.loops:
-            e = template.mlp.experts
-            loop = opaque_loop(m, 2 * e.inter, [weights[n] for n in sorted(e.names)])
+            names = sorted(template.mlp.experts.names)
+            loop = opaque_loop(m, 2 * template.mlp.experts.inter, [weights[n] for n in names])
             forwards.append(((*self.wrappers, m)[0], loop))
         wide = [t for t in tree_leaves((x, named)) if isinstance(t, Tensor) and t.dim() == 3 and t.is_floating_point()]
         outer = swap_window({r: weights[n] for n, r in self.records.items()})
@@ -351,22 +339,21 @@ class Fused:
             swap_window(outer)
 
     def _linked(self, x: Tensor, mode: Mode) -> tuple[Mode, Link | None]:
-        """The mode that a linked window so given its input can have, and what stands for that.
+        """The mode that a window so given its input can have, and of a linked one what stands for that.
 
         Where x is no window's output as it came, the input is kept alone. Where the window before is no layer, keeps
         no attention's output or is linked itself, the input is kept beside attention's output.
         """
+        if mode.keep != LINKED:
+            return mode, None
         node: Any = x.grad_fn
         if not isinstance(node, Layer._backward_cls):
             return mode._replace(keep="replay"), None
         may = self.template.swaps and node.template.swaps and node.keep != LINKED and node.kept is not None
-        made_from = node.kept[0].out if may else None    # attention's output; None: attention would have to run again
-        if made_from is None:
+        if not may or (made_from := node.kept[0].out) is None:       # attention would have to run again
             return mode._replace(keep="attention"), None
         return mode, Link(node, made_from, self.window.runtime.swap.position)
 
-
-# ---- the node of the graph that a layer is ---------------------------------------------------------
 
 @in_sight
 class Layer(torch.autograd.Function):
@@ -378,8 +365,7 @@ class Layer(torch.autograd.Function):
         ctx.window = window = fused._window()            # which the graph may outlive its module with
         ctx.fused, ctx.call, ctx.records, ctx.keep, ctx.bundle = fused, call, window.trainable, mode.keep, bundle
         # The module, and what of it is trained, may change before backward, which is that of this forward.
-        ctx.template, ctx.names = template, fused.names
-        ctx.trained_names, ctx.wanted = fused.trained_names, fused.wanted
+        ctx.template, ctx.names, ctx.trained_names = template, fused.names, fused.trained_names
         ctx.use = Use(window.trainable) if in_backward() == -1 else None
         ctx.set_materialize_grads(False)
         ctx.position = window.runtime.swap.position
@@ -399,7 +385,7 @@ class Layer(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None) -> Any:
         refuse_create_graph()
         fused, template, (x,) = ctx.fused, ctx.template, ctx.saved_tensors     # x of a linked window is made again here
-        rt, kept, bundle = ctx.window.runtime, ctx.kept, ctx.bundle
+        rt, kept, bundle, dx = ctx.window.runtime, ctx.kept, ctx.bundle, None
         # This object lives as long as the loss, what it keeps not: a second time all is made again from x. What that
         # needs of a bundle, x as it was saved holds.
         ctx.kept = ctx.bundle = None
@@ -407,16 +393,15 @@ class Layer(torch.autograd.Function):
         check_versions(ctx.window, ctx.versions)
         nodes = accumulators(ctx)
         found: list[Tensor | None] = [None] * len(ctx.records)
-        dx = None
         if dy is not None:
             if bundle is not None:
                 kept = tree_map_only(Part, Part.tensor, kept)
             del bundle
             with rt.keeps.memory():
-                dx, grads = template.backward(
-                    dy.contiguous(), x, kept, fused.operands(template, ctx.names, ctx.wanted), ctx.call, ctx.wanted,
-                    ctx.needs_input_grad[5])
+                w = fused.operands(template, ctx.names, ctx.trained_names)
+                dx, grads = template.backward(dy.contiguous(), x, kept, w, ctx.call, ctx.trained_names)
             found = list(map(grads.get, ctx.trained_names))
+            del w, grads                     # which have the weights: views that hold a slot, or what was made of codes
         taken = rt.handover.take(ctx.records, ctx.use, nodes, tuple(found))
         if not graph_stays():
             ctx.call = None
@@ -436,11 +421,9 @@ class Link:
     def __init__(self, node: Any, made_from: Any, position: int) -> None:
         """made_from: what that layer keeps for it. position: of the linked window, in the order of forwards."""
         self.node, self.made_from = node, made_from
-        bundle = node.bundle
-        if bundle is not None:
+        if (bundle := node.bundle) is not None:
             bundle.needed = position
-            numbers = [made_from.number] * (type(made_from) is Part) + [bundle.input] * (bundle.input >= 0)
-            for n in numbers:
+            for n in [made_from.number] * (type(made_from) is Part) + [bundle.input] * (bundle.input >= 0):
                 bundle.wanted[n] += 1
 
     def tensor(self) -> Tensor:

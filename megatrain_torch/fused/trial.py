@@ -222,7 +222,7 @@ class Trial:
             w = fused.exact(fused.names)
             try:
                 y, kept = template.forward(x, w, call, "saved")
-                dx, grads = template.backward(dy.clone(), x, kept, w, call, fused.wanted, True)
+                dx, grads = template.backward(dy.clone(), x, kept, w, call, fused.trained_names)
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 raise Unfit(f"the template fails: {error}") from error
         return {"y": y[dy.any(-1)], **({} if dx is None else {"dx": dx}), **grads}

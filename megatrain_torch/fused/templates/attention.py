@@ -1,13 +1,11 @@
 """Attention without a graph: forward and backward through torch's kernels.
 
-q, k, v and the output are [B, S, h, D] here, as the projections make them; torch's kernels take them
-transposed, as views. On CUDA, cuDNN's kernels with grouped heads (616 TFLOP/s forward and 500 backward at
-S=4096 on an H200 without a mask, where flash gives 330 and 262); elsewhere whatever torch picks, run again
-in backward under a small graph of its own.
+q, k, v and the output are [B, S, h, D] here, as the projections make them; torch's kernels take them transposed, as
+views. On CUDA, cuDNN's kernels with grouped heads (616 TFLOP/s forward and 500 backward at S=4096 on an H200 without a
+mask, where flash gives 330 and 262); elsewhere whatever torch picks, run again in backward under a graph of its own.
 
-A row that sees nothing (left padding) gives zero, and has no gradient, as torch defines it. cuDNN gives such rows
-other values, and a gradient of NaN (torch 2.11, S a multiple of 64); so there they see everything, and are zeroed
-by hand.
+A row that sees nothing (left padding) gives zero, and has no gradient, as torch defines it. cuDNN gives such rows other
+values, and a gradient of NaN (torch 2.11, S a multiple of 64); so there they see everything, and are zeroed by hand.
 
 A sink is a logit of its head that takes part in the softmax and has no value (GPT-OSS). The kernels know none, but
 with lse = log(sum(exp(logits))) of the visible keys and lse' = log(exp(lse) + exp(sink)),
@@ -18,14 +16,14 @@ with lse = log(sum(exp(logits))) of the visible keys and lse' = log(exp(lse) + e
 so a kernel's backward that is given lse' and out' for lse and out gives the right gradients: it makes P from lse,
 and <dout, out> from out.
 
-torch's kernel by cuDNN adds up gradients of queries in the order in which its blocks come, so that their bits
-differ from one time to the next; forward repeats itself. Of short rows backward is cuDNN's in another form
-(repeating_grads), and of long ones too where torch.use_deterministic_algorithms(True) asks for the same bits; of
-what that does not take it is then flash's from cuDNN's output and log-sum-exp, and with a mask what torch picks.
+torch's kernel by cuDNN adds up gradients of queries in the order in which its blocks come, so that their bits differ
+from one time to the next; forward repeats itself. Of short rows backward is cuDNN's in another form (repeating_grads),
+and of long ones where torch.use_deterministic_algorithms(True) asks for the same bits; of what that does not take it is
+then flash's from cuDNN's output and log-sum-exp, and with a mask what torch picks.
 
-Heads of values may be of another size than those of queries and keys (DeepSeek's: 128 and 192). cuDNN takes these
-on Hopper and Blackwell, but not in the form that repeats itself; for flash's kernels the smaller ones are filled up
-with zeros, which add nothing to a product, at the cost of the larger ones' time.
+Heads of values may be of another size than those of queries and keys (DeepSeek's: 128 and 192). cuDNN takes these on
+Hopper and Blackwell, but not in the form that repeats itself; for flash's kernels the smaller ones are filled up with
+zeros, at the cost of the larger ones' time.
 """
 from __future__ import annotations
 
@@ -57,7 +55,6 @@ _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 # compared with sums in fp32 to within their rounding (tests/gpu/test_acts_on_gpu.py). A count that wraps is no error.
 CUDNN_MOST = 1 << 31
 CUDNN_SPAN = 9 << 28
-_HEADS_AT = {0: 0, 2: 1}     # rows or heads of [B, S, h, D] in [B, h, S, .]
 LEAST = -1e30            # of a bias: cuDNN's logits are multiplied by log2(e), which must not overflow
 ROWS, LONG = 1 << 15, 1 << 17        # queries at a time; tokens of a row from which they go so (by_rows)
 NEVER = 1 << 62                      # in place of LONG, where it is not
@@ -68,11 +65,11 @@ class Attention:
     """scale: of the logits. causal: where there is no mask. mask: None or what torch's sdpa takes.
 
     spelled: products and softmax one by one, as transformers' "eager" attention: what models with capped logits
-    (cap * tanh(logits / cap), Gemma 2) are trained with, and what has a gradient in rows that see nothing. The mask
-    is added then, and is all there is of causality.
+    (cap * tanh(logits / cap), Gemma 2) are trained with, and what has a gradient in rows that see nothing. The mask is
+    added then, and is all there is of causality.
 
-    packed: sequences behind one another in the one row, each of which sees itself. window: how many tokens one
-    sees, itself the last; 0: all before it. Both causal, without a mask.
+    packed: sequences behind one another in the one row, each of which sees itself. window: how many tokens one sees,
+    itself the last; 0: all before it. Both causal, without a mask.
 
     values: size of a value's head, where it is not a query's; v and the output are [B, S, h, values] then.
     """
@@ -122,17 +119,12 @@ class Attention:
         if self.packed is not None or (cudnn and _share(q) > 1):
             return self._backward_in_parts(dout, q, k, v, out, kept, sinks)
         dout, q, k, v, out = _turned(dout, q, k, v, out)
-        dsinks = found = None
-        if kept is not None:
-            if sinks is not None:
-                dsinks = sinks_grad(dout, out, kept[0], sinks)
-            if len(kept) > 1:
-                found = self._cudnn_grads(dout, q, k, v, out, *kept)
-            else:
-                dq, *each = _cpu_backward(dout, q, *_each(q, k, v), out, kept[0], 0.0, self.causal,
-                                          attn_mask=self._bias(q), scale=self.scale)
-                found = dq, *(t.unflatten(1, (k.shape[1], -1)).sum(2) for t in each)
-        if found is None:
+        dsinks = None if kept is None or sinks is None else sinks_grad(dout, out, kept[0], sinks)
+        if kept is not None and len(kept) == 1:
+            dq, *each = _cpu_backward(dout, q, *_each(q, k, v), out, *kept, 0.0, self.causal, attn_mask=self._bias(q),
+                                      scale=self.scale)
+            found = dq, *(t.unflatten(1, (k.shape[1], -1)).sum(2) for t in each)
+        elif kept is None or (found := self._cudnn_grads(dout, q, k, v, out, *kept)) is None:
             *found, dsinks = self._grads_by_torch(dout, q, k, v, sinks, kept is None)
         return *_turned(*found), dsinks
 
@@ -191,8 +183,7 @@ class Attention:
     # ---- packed sequences one by one; of more than cuDNN's kernels are given some rows or some heads at a time ----
 
     def _forward_in_parts(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Any]:
-        cut = self._cut(q, k, sinks)
-        if cut is None:
+        if (cut := self._cut(q, k, sinks)) is None:
             return self._by_flash(q, k, v, None)
         out, kept = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype, device=q.device), []
         for one, sink, to, *part in self._parts(cut, sinks, out, q, k, v):
@@ -203,14 +194,13 @@ class Attention:
 
     def _backward_in_parts(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any,
                            sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        cut = self._cut(q, k, sinks)
-        if cut is None:
+        if (cut := self._cut(q, k, sinks)) is None:
             return self._flash_grads(dout, q, k, v, out, kept, None)
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
         dsinks, each = [], kept
         if isinstance(kept[0], Tensor):                  # of one call: what it kept, for each part
             lse, *rest = kept
-            each = [(part.contiguous(), *rest) for part in lse.chunk(cut[1], _HEADS_AT[cut[0]])]
+            each = [(part.contiguous(), *rest) for part in lse.chunk(cut[1], cut[0] // 2)]
         for extra, (one, sink, *parts) in zip(each, self._parts(cut, sinks, dq, dk, dv, dout, q, k, v, out)):
             *found, dsink = one.backward(*map(_near, parts[3:]), extra, sink)
             for to, d in zip(parts, found):
@@ -239,7 +229,7 @@ class Attention:
         """Of each part: this with its mask, its sinks, and views of its [B, S, h, D]."""
         dim, n = cut
         views = [t.split(n, 1) if dim == 1 else t.chunk(n, dim) for t in tensors]
-        each, at = len(views[0]), _HEADS_AT.get(dim)
+        each, at = len(views[0]), dim // 2               # rows or heads of [B, S, h, D] in [B, h, S, .]
         masks = [self.mask] * each if self.mask is None or self.mask.shape[at] == 1 else self.mask.chunk(n, at)
         own = sinks.chunk(n) if sinks is not None and dim == 2 else [sinks] * each
         return ((dataclasses.replace(self, mask=mask, packed=None), *rest) for mask, *rest in zip(masks, own, *views))
@@ -277,9 +267,8 @@ class Attention:
         lengths, more = self._flash_options(q, k)
         grads = _flash_backward(*flat, lse, *lengths, rng, unused, **more)
         dq, dk, dv = (d[..., :t.shape[3]].unflatten(0, t.shape[:2]) for d, t in zip(grads, (q, k, v)))
-        dsinks = None if sinks is None else sinks_grad(*(t.transpose(0, 1)[None] for t in (flat[0], flat[4])),
-                                                        lse[None], sinks)
-        return dq, dk, dv, dsinks
+        each = (t.transpose(0, 1)[None] for t in (flat[0], flat[4]))
+        return dq, dk, dv, None if sinks is None else sinks_grad(*each, lse[None], sinks)
 
     def _flash_options(self, q: Tensor, k: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Rows of a batch are sequences behind one another: flash's offsets have 64 bits."""
@@ -322,12 +311,10 @@ class Attention:
 
     def _kernel(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
         """Output [B, hq, S, D], log-sum-exp, and the rest of what the kernel's backward wants."""
-        out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = _forward(
-            q, k, v, bias, True, 0.0, self.causal, False, scale=self.scale)
-        return out, lse, seed, offset, cum_q, cum_k, max_q, max_k
+        out, lse, *lengths, seed, offset, _ = _forward(q, k, v, bias, True, 0.0, self.causal, False, scale=self.scale)
+        return out, lse, seed, offset, *lengths
 
-    def _cudnn_grads(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seed: Tensor,
-                     offset: Tensor, cum_q: Any, cum_k: Any, max_q: int, max_k: int) -> Any:
+    def _cudnn_grads(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> Any:
         """dq, dk, dv. None: with the same bits each time, which are asked for, there are none by a kernel."""
         bias, blind = self._seen(q)
         unseen, v = dout if blind is None else dout.masked_fill(blind, 0), _near(v)
@@ -339,12 +326,10 @@ class Attention:
             lse = lse.reshape(q.shape[:3]).transpose(0, 1).flatten(1).contiguous()
             unread = torch.zeros(2, dtype=torch.int64, device=q.device)      # the state of no dropout
             return _turned(*self._flash_grads(*_turned(dout, q, k, v, out), (lse, unread, unread), None)[:3])
-        dout = unseen
         # Where these reach beyond 2^31 elements cuDNN's dq of the last rows is wrong, and nothing says so: by 6 to 22 %
         # where it was looked at (torch 2.11).
-        dout, out = (t if span_of(t) <= CUDNN_MOST else t.contiguous() for t in (dout, out))
-        return _backward(dout, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, 0.0,
-                         self.causal, scale=self.scale)
+        dout, out = (t if span_of(t) <= CUDNN_MOST else t.contiguous() for t in (unseen, out))
+        return _backward(dout, q, k, v, out, lse, *rest[:2], bias, *rest[2:], 0.0, self.causal, scale=self.scale)
 
     def _grads_by_torch(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, own: bool
                         ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -354,17 +339,17 @@ class Attention:
             bias, blind = self._seen(q)
             one, dout = dataclasses.replace(self, mask=bias), dout.masked_fill(blind, 0)
         with torch.enable_grad():
-            leaves = [t.detach().requires_grad_() for t in (q, k, v, *([] if sinks is None else [sinks]))]
+            leaves = [t.detach().requires_grad_() for t in (q, k, v, sinks) if t is not None]
             dq, dk, dv, *rest = torch.autograd.grad(one._torch(*leaves), leaves, dout)
         return dq, dk, dv, rest[0] if rest else None
 
     def _torch(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         spelled, grouped = self.spelled or sinks is not None, q.shape[1] > k.shape[1]
         if spelled or self.mask is not None:             # kernels that take a mask take no groups
-            k, v = _each(q, k, v)
+            (k, v), grouped = _each(q, k, v), False
         if not spelled:
             return F.scaled_dot_product_attention(q, k, v, self.mask, is_causal=self.causal, scale=self.scale,
-                                                  enable_gqa=grouped and self.mask is None)
+                                                  enable_gqa=grouped)
         logits = torch.matmul(q, k.transpose(2, 3)) * self.scale
         if self.cap:
             logits = torch.tanh(logits / self.cap) * self.cap
@@ -429,21 +414,19 @@ def _like(sinks: Tensor, lse: Tensor) -> Tensor:
 
 # ---- a long row, some queries at a time ----------------------------------------------------------------
 
-# (q, k, v, causal) -> output [B, hq, n, D] and log-sum-exp [B, hq, n], or with a last dimension of 1.
-Kernel = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
-
-
-def by_rows(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+def by_rows(kernel: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor,
+            rows: int) -> tuple[Tensor, Tensor]:
     """Output [B, S, hq, V] of q [B, S, hq, D], k [B, S, hk, D] and v [B, S, hk, V], and log-sum-exp as the kernel gives
-    it: causal attention over a long row, some of its queries at a time.
+    it: causal attention over a long row, some of its queries at a time. kernel: of q, k, v, causal gives an output [B,
+    hq, n, D] and log-sum-exp [B, hq, n], or with a last dimension of 1.
 
-    A kernel that is given the whole row works on queries from all over it, whose keys lie far apart: little of what
-    one has read is still in the cache for the next, and a card at its power limit pays for the traffic with its
-    clock (docs/performance.md).
+    A kernel that is given the whole row works on queries from all over it, whose keys lie far apart: little of what one
+    has read is still in the cache for the next, and a card at its power limit pays for the traffic with its clock
+    (docs/performance.md).
 
-    Queries see the keys before their own block in one call and the keys of their block in another, causal. Two
-    parts of a softmax are put together by their log-sum-exps (Milakov and Gimelshein, "Online normalizer
-    calculation for softmax", 2018, equation 4). What forward keeps is what one call over the row keeps.
+    Queries see the keys before their own block in one call and the keys of their block in another, causal. Two parts of
+    a softmax are put together by their log-sum-exps (Milakov and Gimelshein, "Online normalizer calculation for
+    softmax", 2018, equation 4). What forward keeps is what one call over the row keeps.
 
     Backward (Attention.walk_back) goes from the row's end. A key's gradients come from the queries behind it, so that
     those of a block's own keys are complete when its queries are done: whoever needs them can go on with these rows,
@@ -480,10 +463,9 @@ def repeating_grads(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
     """dq, dk, dv [B, h, S, D] of q [B, hq, S, D], k and v [B, hk, S, D]; bias: [1 or B, 1 or hq, S, S]. None: there is
     no such kernel, or too much of dS; that follows from shapes, device, library and what was asked for.
 
-    torch asks cuDNN for sums of dq in the order in which its blocks of keys come. The kernel here has dS in memory
-    instead, 2 bytes a pair of query and key, and takes as many rows or heads at a time as that has room for. Of short
-    rows it is as fast, of long ones up to a fifth slower (docs/numerics.md): so it is taken for the former, and where
-    torch.use_deterministic_algorithms asks for it.
+    The kernel has dS in memory, 2 bytes a pair of query and key, and takes as many rows or heads at a time as that has
+    room for. Of short rows it is as fast as torch's, of long ones up to a fifth slower (docs/numerics.md): so it is
+    taken for the former, and where torch.use_deterministic_algorithms asks for it.
     """
     shape = (q.dtype, q.device, q.shape, k.shape, None if bias is None else bias.shape, causal)
     step = _at_once(q, k, asked) if _known(q) and shape not in _refused else None

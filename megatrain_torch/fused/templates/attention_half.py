@@ -1,5 +1,5 @@
-"""The half of a decoder layer that mixes tokens, h = x + r * norm_out(attention(q, k, v) Wo): what SelfAttention and
-LatentAttention, which make q, k and v of a = norm_in(x) in ways of their own, have in common, and these."""
+"""The half of a decoder layer that mixes tokens, h = x + r * norm_out(attention(q, k, v) Wo): SelfAttention and
+LatentAttention, which make q, k and v of a = norm_in(x) in ways of their own, and what they have in common."""
 from __future__ import annotations
 
 import warnings
@@ -40,11 +40,11 @@ class Call:
 class Rotary(NamedTuple):
     """How a model's code pairs the numbers of a head for the rotary embedding.
 
-    The angles of one head, [.., R], come to a layer in one of three forms: each pair's angle at both of its
-    places (Llama's halves, Cohere's neighbours), or only in the first half (GLM, which repeats it in the layer;
-    GPT-OSS, whose cos and sin are R/2 long). DeepSeek's pairs are neighbours in what is turned, and the halves of what
-    its code makes of that: such heads are turned where they lie here, queries and keys alike, so that their products
-    are the same sums in another order.
+    The angles of one head, [.., R], come to a layer in one of three forms: each pair's angle at both of its places
+    (Llama's halves, Cohere's neighbours), or only in the first half (GLM, which repeats it in the layer; GPT-OSS, whose
+    cos and sin are R/2 long). DeepSeek's pairs are neighbours in what is turned, and the halves of what its code makes
+    of that: such heads are turned where they lie, so that products of queries and keys are the same sums in another
+    order.
 
     A proof finds which it is. interleaved: pairs are neighbours. first: each pair's angle is taken from the first
     half. short: it comes R/2 long. parted: the model's code gives the first of all pairs, then the second of all.
@@ -106,19 +106,17 @@ class AttentionHalf(Half):
 
     def check(self) -> None:
         """Raises Unfit where the configuration, as it is now, asks for another attention than the template covers."""
-        kind = self.kind
-        if kind not in ("sdpa", "eager"):
-            raise Unfit(f"attention by {kind!r}")
-        if kind == "sdpa" and self.cap:
+        if self.kind not in ("sdpa", "eager"):
+            raise Unfit(f"attention by {self.kind!r}")
+        if self.kind == "sdpa" and self.cap:
             raise Unfit("its attention caps its logits, which torch's kernels cannot")
-        if kind == "sdpa" and self.sinks:
+        if self.kind == "sdpa" and self.sinks:
             raise Unfit("its attention has sinks, which torch's kernels do not know")
 
     def call(self, layer: Any, kwargs: dict[str, Any], roles: dict[str, str] | None, x: Tensor) -> Call:
         """Arguments of a call by their roles (parts.roles_of), which a proof has found; the rest is not read. Unfit
         where the template does not cover one."""
-        if roles is None:
-            roles = roles_of(kwargs)
+        roles = roles_of(kwargs) if roles is None else roles
         angles, mask, cache = map(kwargs.get, map(roles.get, ("angles", "mask", "cache")))
         if self.sinks and mask is not None and mask.dtype == torch.bool:
             raise Unfit("its attention has sinks, and a mask that is not added to logits")
@@ -142,8 +140,7 @@ class AttentionHalf(Half):
         index = layer.self_attn.layer_idx
         if not hf_calls.empty_entry(cache, index):
             raise Unfit("its cache is no empty DynamicCache")
-        layers = getattr(self.config, "num_hidden_layers", 1)
-        nbytes = self.cached * x.element_size() * x.shape[:2].numel() * layers
+        nbytes = self.cached * x.element_size() * x.shape[:2].numel() * getattr(self.config, "num_hidden_layers", 1)
         if nbytes >= LARGE_CACHE and not _told:
             _told.append(True)
             warnings.warn(f"the forward of a training step fills a key-value cache of {show_bytes(nbytes)}, which "
@@ -160,9 +157,7 @@ class AttentionHalf(Half):
     def forward(self, x: Tensor, shape: Any, w: Weights, call: Call, k: Kept) -> Tensor:
         """h [T, H] from x [T, H]; shape: (B, S). Writes what backward wants into k, where attention's output may be
         already."""
-        a = self.normed(x, w, k, self.first)
-        k.qkv = self.first.forward(a, w)
-        del a
+        k.qkv = self.first.forward(self.normed(x, w, k, self.first), w)
         q, key, v = self._made(k, shape, w, call)
         if k.out is None:
             k.out, k.extra = call.attention.forward(q, key, v, w[self.sinks] if self.sinks else None)
@@ -172,11 +167,11 @@ class AttentionHalf(Half):
         """h [T, H] from x [T, H] and attention's output, which is in k."""
         return self.added(x, self.o, k.out.reshape(len(x), -1), w, k)
 
-    def _attention_grad(self, dh: Tensor, w: Weights, k: Kept, grads: Grads) -> Tensor:
+    def _attention_grad(self, dh: Tensor, k: Kept, grads: Grads) -> Tensor:
         """Of attention's output, [B, S, hq, V]."""
-        do = self.output_grad(dh, w, k, grads)
-        self.o.weight_grads(do, k.out.reshape(len(do), -1), w, grads)
-        return self.o.input_grad(do, w).view(k.out.shape)
+        do = self.output_grad(dh, k, grads)
+        self.o.weight_grads(do, k.out.reshape(len(do), -1), grads)
+        return self.o.input_grad(do, grads.w).view(k.out.shape)
 
 
 # ---- one product for q, k and v --------------------------------------------------------------------
@@ -211,8 +206,8 @@ class SelfAttention(AttentionHalf):
         self.few = 4 * (self.hq + len(self.norms))       # log-sum-exp, and 1/rms
         if self.q_norm:
             self.norms += self.q_norm, self.k_norm
-            self.few += 4 * (self.hq if self.q_norm.size == self.head else 1)
-            self.few += 4 * (self.hk if self.k_norm.size == self.head else 1)
+            norms = (self.q_norm, self.hq), (self.k_norm, self.hk)
+            self.few += 4 * sum(heads if norm.size == self.head else 1 for norm, heads in norms)
         self.linears, self.names = (self.first, self.o), [self.sinks] if self.sinks else []
 
     def _heads(self, qkv: Tensor, shape: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -236,40 +231,39 @@ class SelfAttention(AttentionHalf):
         y, rstd = norm.forward(x if norm.size == self.head else x.flatten(2), w)
         return y.view(x.shape), rstd
 
-    def backward(self, dh: Tensor, x: Tensor, shape: Any, w: Weights, call: Call, k: Kept, grads: Grads) -> Tensor:
-        sinks = w[self.sinks] if self.sinks else None
+    def backward(self, dh: Tensor, x: Tensor, shape: Any, call: Call, k: Kept, grads: Grads) -> Tensor:
+        w, sinks = grads.w, grads.w[self.sinks] if self.sinks else None
         if shape[0] == 1 and call.attention.single_long_row(*self._heads(k.qkv, shape)[:2], sinks):
-            return self._backward_by_rows(dh, x, shape, w, call, k, grads, sinks)
-        dout = self._attention_grad(dh, w, k, grads)
+            return self._backward_by_rows(dh, x, shape, call, k, grads)
+        dout = self._attention_grad(dh, k, grads)
         *d, dsinks = call.attention.backward(dout, *self._made(k, shape, w, call, again=True), k.out, k.extra, sinks)
         if self.sinks in grads.wanted:
             grads[self.sinks] = dsinks
         k.out = k.extra = None
         del dout
-        dqkv = self._unrotated(d, shape, w, call.cos, call.sin, k, grads)
+        dqkv = self._unrotated(d, shape, call.cos, call.sin, k, grads)
         del d
-        return self.input_grad(self.first, dqkv, dh, x, None, w, k, grads)
+        return self.input_grad(self.first, dqkv, dh, x, k, grads)
 
-    def _backward_by_rows(self, dh: Tensor, x: Tensor, shape: Any, w: Weights, call: Call, k: Kept, grads: Grads,
-                          sinks: Tensor | None) -> Tensor:
+    def _backward_by_rows(self, dh: Tensor, x: Tensor, shape: Any, call: Call, k: Kept, grads: Grads) -> Tensor:
         """As backward, of one row, whose gradients never exist whole but for dx, which takes dh's place."""
-        sums = Sums(grads)
+        w, sums = grads.w, Sums(grads)
         blocks, gradients = call.attention.walk_back(*self._made(k, shape, w, call, again=True), k.out, k.extra)
         for rows in blocks:
             part = k.part(rows)
-            dout = self._attention_grad(dh[rows], w, part, sums)
+            dout = self._attention_grad(dh[rows], part, sums)
             if self.sinks in sums.wanted:
-                sums[self.sinks] = sinks_grad(*_turned(dout, part.out), k.extra[0][:, :, rows], sinks)
+                sums[self.sinks] = sinks_grad(*_turned(dout, part.out), k.extra[0][:, :, rows], w[self.sinks])
             cos, sin = (None if t is None else t[:, rows] for t in (call.cos, call.sin))
-            dqkv = self._unrotated(gradients(rows, dout), part.out.shape[:2], w, cos, sin, part, sums)
+            dqkv = self._unrotated(gradients(rows, dout), part.out.shape[:2], cos, sin, part, sums)
             del dout
-            dh[rows] = self.input_grad(self.first, dqkv, dh[rows], x[rows], None, w, part, sums)
+            dh[rows] = self.input_grad(self.first, dqkv, dh[rows], x[rows], part, sums)
         sums.finish()
         k.out = k.extra = None
         return dh
 
-    def _unrotated(self, d: Sequence[Tensor], shape: Any, w: Weights, cos: Tensor | None, sin: Tensor | None,
-                   k: Kept, grads: Grads) -> Tensor:
+    def _unrotated(self, d: Sequence[Tensor], shape: Any, cos: Tensor | None, sin: Tensor | None, k: Kept,
+                   grads: Grads) -> Tensor:
         """d(qkv) [T, (hq + 2 hk) D] from dq, dk and dv as attention gives them."""
         dqkv = torch.empty_like(k.qkv)
         to_q, to_k, to_v = self._heads(dqkv, shape)
@@ -284,7 +278,7 @@ class SelfAttention(AttentionHalf):
             for norm, name, to, raw in ((self.q_norm, "q", to_q, raw_q), (self.k_norm, "k", to_k, raw_k)):
                 if norm.size != self.head:
                     to, raw = to.flatten(2), raw.flatten(2)
-                norm.backward(to, raw, k.inner[name], w, grads, out=to)
+                norm.backward(to, raw, k.inner[name], grads, out=to)
         return dqkv
 
 
@@ -300,12 +294,10 @@ class LatentAttention(AttentionHalf):
     Letters: N numbers of a head that are not turned, R that are, D = N + R; V of a value's head; C of ckv.
 
     What Wqb and Wkvb give is many times as wide as what they read: "selective" keeps the latter. Keys lie as
-    attention's kernels want them, [B, S, hq, D], for the time of a forward or a backward: their numbers are kv's and
-    kr's.
+    attention's kernels want them, [B, S, hq, D], only for the time of a forward or a backward.
 
     Attributes:
-        q_up: Wqb; None: the first product gives queries. kv_up: Wkvb.
-        wide: numbers of cq. low, turned, plain: C, R and N.
+        q_up: Wqb; None: the first product gives queries. kv_up: Wkvb. wide: numbers of cq. low, turned, plain: C, R, N.
     """
 
     latent = True
@@ -374,21 +366,17 @@ class LatentAttention(AttentionHalf):
         key[..., :self.plain], key[..., self.plain:] = plain, shared
         return self._queries(k, shape), key, v
 
-    def backward(self, dh: Tensor, x: Tensor, shape: Any, w: Weights, call: Call, k: Kept, grads: Grads) -> Tensor:
-        dout = self._attention_grad(dh, w, k, grads)
-        dq, dk, dv, _ = call.attention.backward(dout, *self._made(k, shape, w, call, again=True), k.out, k.extra)
+    def backward(self, dh: Tensor, x: Tensor, shape: Any, call: Call, k: Kept, grads: Grads) -> Tensor:
+        dout = self._attention_grad(dh, k, grads)
+        dq, dk, dv, _ = call.attention.backward(dout, *self._made(k, shape, grads.w, call, again=True), k.out, k.extra)
         del dout
         k.out = k.extra = k.q = k.kv = None
         dfirst = torch.empty_like(k.qkv)
         to = dfirst[:, :self.wide]               # the gradient of what queries are made of
+        dq = dq.contiguous() if self.q_up else to.view(dq.shape).copy_(dq)
+        self._turn(dq[..., self.plain:], call, inverse=True)
         if self.q_up:
-            dq = dq.contiguous()
-            self._turn(dq[..., self.plain:], call, inverse=True)
-            self._up_backward(self.q_up, self.q_norm, dq.view(len(to), -1), slice(self.wide), to, k.inner["q_a"], k, w,
-                              grads)
-        else:
-            to.view(dq.shape).copy_(dq)
-            self._turn(to.view(dq.shape)[..., self.plain:], call, inverse=True)
+            self._up_backward(self.q_up, self.q_norm, dq.view(len(to), -1), slice(self.wide), k, "q_a", dfirst, grads)
         del dq
         # kr's gradient is the sum over heads.
         dkr = dfirst[:, -self.turned:].view(*dk.shape[:2], 1, self.turned)
@@ -396,13 +384,13 @@ class LatentAttention(AttentionHalf):
         self._turn(dkr, call, inverse=True)
         dkv = torch.cat((dk[..., :self.plain], dv), 3).view(len(dfirst), -1)
         rows = slice(self.wide, self.wide + self.low)
-        self._up_backward(self.kv_up, self.kv_norm, dkv, rows, dfirst[:, rows], k.inner["kv_a"], k, w, grads)
+        self._up_backward(self.kv_up, self.kv_norm, dkv, rows, k, "kv_a", dfirst, grads)
         del dk, dv, dkv
-        return self.input_grad(self.first, dfirst, dh, x, None, w, k, grads)
+        return self.input_grad(self.first, dfirst, dh, x, k, grads)
 
-    def _up_backward(self, up: Linears, norm: Norm, dy: Tensor, columns: slice, to: Tensor, rstd: Tensor,
-                     k: Kept, w: Weights, grads: Grads) -> None:
-        """Of y = up(norm(columns of k.qkv)): the columns' gradient goes to `to`."""
-        _, low = norm.backward(up.input_grad(dy, w), k.qkv[:, columns], rstd, w, grads, rebuild=True, out=to)
-        up.weight_grads(dy, low, w, grads)
-
+    def _up_backward(self, up: Linears, norm: Norm, dy: Tensor, columns: slice, k: Kept, name: str, dfirst: Tensor,
+                     grads: Grads) -> None:
+        """Of y = up(norm(columns of k.qkv)), name: of that norm's 1/rms. Their gradient goes to those of dfirst."""
+        _, low = norm.backward(up.input_grad(dy, grads.w), k.qkv[:, columns], k.inner[name], grads, rebuild=True,
+                               out=dfirst[:, columns])
+        up.weight_grads(dy, low, grads)

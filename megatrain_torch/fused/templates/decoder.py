@@ -5,10 +5,10 @@ modules an embedding and a norm that stands alone.
     o = attention Wo      h = x + r * norm1b(o)
     b = norm2(h)          g|u = b Wgu         y = h + r * norm2b((act(g) * u) Wd)
 
-Each norm may be missing: Llama has norm1 and norm2, OLMo 2 the two after, Gemma 2, 3 and GLM 4 all four;
-q and k have norms of their own in Qwen 3, Gemma 3 and OLMo 2; Granite has r. One class serves them, as
-data, in two halves (attention_half.py, GatedMLP), for either of which there is another: attention by way of few
-numbers, mixtures of experts (moe.py). Which is right for a module is found from its structure and then proved (proof/).
+Each norm may be missing: Llama has norm1 and norm2, OLMo 2 the two after, Gemma 2, 3 and GLM 4 all four; q and k have
+norms of their own in Qwen 3, Gemma 3 and OLMo 2; Granite has r. One class serves them, as data, in two halves
+(attention_half.py, GatedMLP), for either of which there is another: attention by way of few numbers, mixtures of
+experts (moe.py). Which is right for a module is found from its structure and then proved (proof/).
 """
 from __future__ import annotations
 
@@ -66,12 +66,10 @@ class Decoder(Template):
                 raise Unfit(f"{name} drops out")
         self.check = self.attention.check
 
-    def take(self, layer: nn.Module, x: Tensor, kwargs: dict[str, Any], roles: dict[str, str] | None = None
-             ) -> tuple[Tensor, Call]:
+    def take(self, layer: nn.Module, x: Tensor, kwargs: Any, roles: Any = None) -> tuple[Tensor, Call]:
         """x [B, S, H], dense in H, and the rest of a call; Unfit where that has something that the template does not
         cover. roles: by role, which argument has it, where that is known."""
-        if x.stride(2) != 1:                 # patches of images come transposed
-            x = x.contiguous()
+        x = x if x.stride(2) == 1 else x.contiguous()        # patches of images come transposed
         call = self.attention.call(layer, kwargs, roles, x)
         if self.routes and (name := self.mlp.router.correction):
             call.correction = layer.get_buffer(name).clone()     # it moves before backward, which may choose again
@@ -80,70 +78,59 @@ class Decoder(Template):
     def small(self, x: Tensor, rng: torch.Generator, n: int, kwargs: Any, last: bool) -> tuple[Tensor, Any]:
         """A random x [1, n, H], and what else the call has, cut to its first tokens or its last. The latter are said to
         be at the last positions that the model can have."""
-        tokens = x.shape[1]
-        n = min(n, tokens)
+        n = min(n, tokens := x.shape[1])
         cut = slice(tokens - n, None) if last else slice(n)
         x = torch.randn(1, n, x.shape[2], generator=rng, device=x.device).to(x.dtype)
         rest = {}
         for name, value in kwargs.items():
             what, sight = role(value), sight_of(value)
             if what == "angles":
-                rest[name] = tuple(t[:1, cut] for t in value)
+                value = tuple(t[:1, cut] for t in value)
             elif what == "mask":
-                rest[name] = sighted(value[:1, :, cut, cut]) if sight is None else example(sight, n)
+                value = sighted(value[:1, :, cut, cut]) if sight is None else example(sight, n)
             elif isinstance(value, Tensor) and value.dim() in (1, 2) and value.shape[-1] == tokens:      # positions
-                rest[name] = value[..., cut][:1 if value.dim() == 2 else None]
+                value = value[..., cut][:1 if value.dim() == 2 else None]
                 if last and not value.is_floating_point():
-                    rest[name] = rest[name] + (self.attention.positions - 1 - rest[name].max()).clamp(min=0)
-            else:
-                rest[name] = None if what == "cache" else value
+                    value = value + (self.attention.positions - 1 - value.max()).clamp(min=0)
+            rest[name] = None if what == "cache" else value
         return x, rest
 
     def forward(self, x: Tensor, w: Weights, call: Call, keep: str) -> tuple[Tensor, Any]:
         """y [B, S, H] from x [B, S, H], and what backward wants of it beside x: attention's and the MLP's, or None."""
-        a, m = Kept(), Kept()
-        m.x = self.attention.forward(x.reshape(-1, x.shape[-1]), x.shape[:2], w, call, a)
+        a = Kept()
+        m = Kept(self.attention.forward(x.reshape(-1, x.shape[-1]), x.shape[:2], w, call, a))
         y = unflattened(self.mlp.forward(m.x, w, call.correction, m, keep == "saved"), x.shape)
-        if keep == "replay":
-            return y, None
-        if keep in ("attention", "linked"):
-            return y, (Kept(out=a.out, extra=a.extra), Kept())
         if keep == "selective":
             a.q = a.kv = m.gu = m.shared_gu = None
-        return y, (a, m)
+        elif keep in ("attention", LINKED):
+            a, m = Kept(out=a.out, extra=a.extra), Kept()
+        return y, None if keep == "replay" else (a, m)
 
     def again(self, x: Tensor, out: Tensor, w: Weights, call: Call, keep: str) -> Tensor:
         """y [B, S, H] to the bits of forward, from x [B, S, H] and attention's output."""
         h = self.attention.after(x.reshape(-1, x.shape[-1]), w, Kept(out=out))
         return unflattened(self.mlp.forward(h, w, call.correction, Kept(), keep == "saved"), x.shape)
 
-    def backward(self, dy: Tensor, x: Tensor, kept: Any, w: Weights, call: Call, wanted: Any, input_grad: bool
-                 ) -> tuple[Tensor | None, Grads]:
-        """dx [B, S, H] (None where it is not wanted) and gradients of the weights in `wanted`, by name.
-
-        Uses up what was kept, and writes into it.
-        """
-        grads, shape = Grads(wanted), dy.shape
+    def backward(self, dy: Tensor, x: Tensor, kept: Any, w: Weights, call: Call, wanted: Any) -> tuple[Tensor, Grads]:
+        """dx [B, S, H], and gradients of the weights in `wanted`. Uses up what was kept, and writes into it."""
+        grads, shape = Grads(w, wanted), dy.shape
         dy, x = dy.reshape(-1, shape[-1]), x.reshape(-1, shape[-1])
         a, m = kept or (Kept(), Kept())
         if m.x is None:
             m.x = self.attention.forward(x, shape[:2], w, call, a)
-        dh = self.mlp.backward(dy, m.x, w, call.correction, m, grads)
+        dh = self.mlp.backward(dy, m.x, call.correction, m, grads)
         # What the MLP kept makes room before attention makes its own.
         m.x = m.rstd = m.last = m.rstd_out = m.routed = m.gu = m.shared_gu = None
-        dx = self.attention.backward(dh, x, shape[:2], w, call, a, grads)
-        return (unflattened(dx, shape) if input_grad else None), grads
+        return unflattened(self.attention.backward(dh, x, shape[:2], call, a, grads), shape), grads
 
     def sizes(self, item: int) -> Sizes:
         """item: bytes of an activation's element."""
         a, m, h = self.attention, self.mlp, self.attention.hidden
         few = a.o.inputs * item + 4 * a.hq               # attention's output and log-sum-exp
-        most, saved = (a.kept_bytes(keep, item) + h * item + m.kept_bytes(keep, item)
-                       for keep in ("selective", "saved"))
+        most, saved = (a.kept_bytes(k, item) + h * item + m.kept_bytes(k, item) for k in ("selective", "saved"))
         kept = ("replay", 0), ("attention", few), ("selective", most), ("saved", saved), ("linked", few)
         joint = [one.numel * item for one in self.linears if any(n in self.codings for n in one.weights)]
-        tiled, experts, long = (0, 0, 0), (0, 0, 0), (0, 0, NEVER)
-        made = expanded = 0
+        tiled, experts, long, made, expanded = (0, 0, 0), (0, 0, 0), (0, 0, NEVER), 0, 0
         if self.routes:                      # of all rows only inputs' gradients are there at once, [R, H]
             e = m.experts
             stacks = {n: e.count * fan_in * fan_out * item for n, (fan_in, fan_out) in e.widths.items()}
@@ -178,19 +165,16 @@ def sighted(mask: Tensor) -> Tensor:
 
 def _norms_of(layer: nn.Module) -> tuple[Norm | None, ...]:
     """The four places of a norm: before and after each half. What a name means depends on its neighbours."""
-    def norm(*names: str) -> Norm | None:
-        return next((Norm(layer, n) for n in names if has(layer, n)), None)
-
     if has(layer, "pre_feedforward_layernorm"):          # Gemma 2
-        places = ("post_attention_layernorm",), ("pre_feedforward_layernorm",)
+        places = ["post_attention_layernorm"], ["pre_feedforward_layernorm"]
     elif has(layer, "post_self_attn_layernorm"):         # GLM 4
-        places = ("post_self_attn_layernorm",), ("post_attention_layernorm",)
+        places = ["post_self_attn_layernorm"], ["post_attention_layernorm"]
     elif has(layer, "input_layernorm"):
-        places = (), ("post_attention_layernorm",)
+        places = [], ["post_attention_layernorm"]
     else:                                                # OLMo 2
-        places = ("post_attention_layernorm",), ()
-    return (norm("input_layernorm"), norm(*places[0]), norm(*places[1]),
-            norm("post_feedforward_layernorm", "post_mlp_layernorm"))
+        places = ["post_attention_layernorm"], []
+    return tuple(next((Norm(layer, n) for n in names if has(layer, n)), None) for names in (
+        ["input_layernorm"], *places, ["post_feedforward_layernorm", "post_mlp_layernorm"]))
 
 
 class GatedMLP(Half):
@@ -206,8 +190,7 @@ class GatedMLP(Half):
 
     def tile(self, item: int) -> int:
         """Rows of which gate|up exists at a time, where it is not kept."""
-        rows = TILE_BYTES // (2 * self.down.inputs * item)
-        return max(LEAST_ROWS, rows // LEAST_ROWS * LEAST_ROWS)
+        return max(1, TILE_BYTES // (2 * self.down.inputs * item * LEAST_ROWS)) * LEAST_ROWS
 
     def _tiles(self, h: Tensor, k: Kept) -> Iterator[tuple[slice, Kept]]:
         step = self.tile(h.element_size())
@@ -230,29 +213,27 @@ class GatedMLP(Half):
         return y
 
     def _forward(self, h: Tensor, w: Weights, k: Kept) -> Tensor:
-        b = self.normed(h, w, k, self.gu)
-        k.gu = self.gu.forward(b, w)
-        del b
+        k.gu = self.gu.forward(self.normed(h, w, k, self.gu), w)
         return self.added(h, self.down, w.gated(self.down.weights, k.gu, self.act), w, k)
 
-    def backward(self, dy: Tensor, h: Tensor, w: Weights, correction: None, k: Kept, grads: Grads) -> Tensor:
+    def backward(self, dy: Tensor, h: Tensor, correction: None, k: Kept, grads: Grads) -> Tensor:
         """dh [T, H] from dy [T, H]. Uses up what was kept, and writes into it."""
         if k.gu is not None or len(h) <= self.tile(h.element_size()):
-            return self._backward(dy, h, w, k, grads)
+            return self._backward(dy, h, k, grads)
         dh, sums = torch.empty_like(h), Sums(grads)
         for rows, part in self._tiles(h, k):
-            dh[rows] = self._backward(dy[rows], h[rows], w, part, sums)
+            dh[rows] = self._backward(dy[rows], h[rows], part, sums)
         sums.finish()
         return dh
 
-    def _backward(self, dy: Tensor, h: Tensor, w: Weights, k: Kept, grads: Grads) -> Tensor:
-        b = None
+    def _backward(self, dy: Tensor, h: Tensor, k: Kept, grads: Grads) -> Tensor:
+        w, b = grads.w, None
         if k.gu is None:                     # made again, but for the last product where nothing needs its output
             b = self.normed(h, w, k)
             k.gu = self.gu.forward(b, w)
             if self.norm_out and k.last is None:
                 self.added(h, self.down, w.gated(self.down.weights, k.gu, self.act), w, k)
-        dd = self.output_grad(dy, w, k, grads)
+        dd = self.output_grad(dy, k, grads)
         dact = self.down.input_grad(dd, w)
         if grads.wanted.isdisjoint(self.gu.biases):      # nothing but the products reads these: codes alone will do
             dgu, act = w.gated_grads(self.gu.weights, self.down.weights, dact, k.gu, self.act,
@@ -261,9 +242,9 @@ class GatedMLP(Half):
             dgu, act = glu_grads(dact, k.gu, self.act)
         del dact
         k.gu = None
-        self.down.weight_grads(dd, act, w, grads)
+        self.down.weight_grads(dd, act, grads)
         del act, dd
-        return self.input_grad(self.gu, dgu, dy, h, b, w, k, grads)
+        return self.input_grad(self.gu, dgu, dy, h, k, grads, b)
 
 
 # ---- single modules: what they keep never leaves the device ----------------------------------------------
@@ -289,10 +270,8 @@ class Embedding(Template):
     def forward(self, ids: Tensor, w: Weights, call: None, keep: str) -> tuple[Tensor, None]:
         return torch.nn.functional.embedding(ids, w["weight"]), None
 
-    def backward(self, dy: Tensor, ids: Tensor, kept: None, w: Weights, call: None, wanted: Any, input_grad: bool
-                 ) -> tuple[None, Grads]:
-        grads = Grads(wanted)
-        padding = -1 if self.padding is None else self.padding
+    def backward(self, dy: Tensor, ids: Tensor, kept: None, w: Weights, call: None, wanted: Any) -> tuple[None, Grads]:
+        grads, padding = Grads(w, wanted), -1 if self.padding is None else self.padding
         grads["weight"] = ops.embedding_backward(dy.reshape(-1, self.width), ids.reshape(-1), self.rows, padding)
         return None, grads
 
@@ -313,10 +292,9 @@ class LoneNorm(Template):
     def forward(self, x: Tensor, w: Weights, call: None, keep: str) -> tuple[Tensor, Tensor]:
         return self.norm.forward(x, w)
 
-    def backward(self, dy: Tensor, x: Tensor, kept: Any, w: Weights, call: None, wanted: Any, input_grad: bool
-                 ) -> tuple[Tensor, Grads]:
-        grads, rstd = Grads(wanted), self.norm.forward(x, w)[1] if kept is None else kept
-        return self.norm.backward(dy, x, rstd, w, grads)[0], grads
+    def backward(self, dy: Tensor, x: Tensor, kept: Any, w: Weights, call: None, wanted: Any) -> tuple[Tensor, Grads]:
+        grads, rstd = Grads(w, wanted), self.norm.forward(x, w)[1] if kept is None else kept
+        return self.norm.backward(dy, x, rstd, grads)[0], grads
 
     def sizes(self, item: int) -> Sizes:
         row = self.norm.size * item

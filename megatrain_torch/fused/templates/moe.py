@@ -2,8 +2,8 @@
 
     b = norm2(h)        y = h + r * norm2b(experts(b) + sigmoid(b ws') * shared(b))
 
-A shared expert, and the gate on it, are there in some families; so are the norms. What is kept between forward
-and backward: the router's logits and choice, g|u of the routed rows and of the shared expert.
+A shared expert, the gate on it and the norms are there in some families. Kept between forward and backward are the
+router's logits and choice, g|u of the routed rows and of the shared expert.
 
 Letters: T tokens, k experts of each, R = T k rows, E experts, H hidden, I an expert's intermediate size.
 """
@@ -18,7 +18,6 @@ from ... import ops
 from .parts import Half, Kept, Linears, Norm, Unfit, child, gated_linears, has, unwrapped_experts
 from .weights import Grads, Weights
 
-# ---- routers ---------------------------------------------------------------------------------------
 
 class Routed(NamedTuple):
     """logits: [T, E] fp32, or the layer's type. index: [T, k] int64."""
@@ -67,7 +66,7 @@ class Router:
         grouped = self.experts % groups == 0 and self.experts >= 2 * groups
         self.groups, self.best = (groups, best) if grouped else (1, 1)
         self.weight, self.bias = f"{self.name}.weight", f"{self.name}.bias" if "bias" in own else None
-        self.names = {self.weight} | ({self.bias} if self.bias else set())
+        self.names = {f"{self.name}.{n}" for n in own}
         self.correction = next((f"{block}.{n}" for n, b in child(layer, block).named_buffers()
                                 if b.shape == (self.experts,)), None)
         self.facts = Facts()                 # until a proof finds them
@@ -105,16 +104,15 @@ class Router:
         return w.to(dtype).to(w.dtype) if self.facts.rounds else w
 
     def _weights(self, logits: Tensor, index: Tensor) -> Tensor:
-        facts = self.facts
+        facts, wide = self.facts, torch.promote_types(logits.dtype, torch.float32)
         if facts.normalised and not facts.sigmoid:           # the sum over all experts cancels
-            return torch.softmax(logits.gather(1, index), -1, torch.promote_types(logits.dtype, torch.float32)) \
-                * facts.factor
+            return torch.softmax(logits.gather(1, index), -1, wide) * facts.factor
         chosen = self._scores(logits).gather(1, index)
         return facts.factor * (chosen / (chosen.sum(-1, keepdim=True) + facts.least) if facts.normalised else chosen)
 
-    def backward(self, dweights: Tensor, r: Routed, b: Tensor, w: Weights, grads: Grads) -> Tensor:
+    def backward(self, dweights: Tensor, r: Routed, b: Tensor, grads: Grads) -> Tensor:
         """db [T, H] from dweights [T, k] fp32; the choice has no gradient."""
-        kind, logits = self._type(b), r.logits.detach().requires_grad_()
+        w, kind, logits = grads.w, self._type(b), r.logits.detach().requires_grad_()
         with torch.enable_grad():            # of [T, E] numbers, small beside the rest
             dlogits, = torch.autograd.grad(self._weights(logits, r.index), logits, dweights)
         dlogits, wide = dlogits.to(kind), b.to(kind)
@@ -130,13 +128,11 @@ def spread_out(d: Tensor, r: Routed) -> Tensor:
     return torch.zeros(r.logits.shape, dtype=d.dtype, device=d.device).scatter_(1, r.index, d)
 
 
-# ---- experts ---------------------------------------------------------------------------------------
-
 class Rows(NamedTuple):
     """Where the rows are. Sorted row r is choice order[r] of token token[r], of T k choices; choice c is row place[c].
 
-    offsets: [E] int32, the ends of the experts' rows. expert: [R], of each sorted row. experts: whose rows they are;
-    of some of the experts `place` is None, and the first row is number `first` of all.
+    offsets: [E] int32, the ends of the experts' rows. expert: [R], of each sorted row. experts: whose rows they are; of
+    some of the experts `place` is None, and `span` says which of all rows they are.
     """
 
     token: Tensor
@@ -145,12 +141,7 @@ class Rows(NamedTuple):
     offsets: Tensor
     expert: Tensor
     experts: range
-    first: int = 0
-
-    @property
-    def span(self) -> slice:
-        """Which they are of all rows."""
-        return slice(self.first, self.first + len(self.token))
+    span: slice = slice(None)
 
     def of(self, x: Tensor) -> Tensor:
         """x [T, n] by sorted rows: [R, n]."""
@@ -165,17 +156,15 @@ class Rows(NamedTuple):
         for experts in groups:
             first, last = ends[experts.start], ends[experts.stop]
             if last > first:
-                found.append(Rows(self.token[first:last], self.order[first:last], None,
-                                  self.offsets[experts.start:experts.stop] - first, self.expert[first:last], experts,
-                                  first))
+                span, offsets = slice(first, last), self.offsets[experts.start:experts.stop] - first
+                found.append(Rows(self.token[span], self.order[span], None, offsets, self.expert[span], experts, span))
         return found
 
     def put(self, whole: Tensor | None, part: Tensor, rows: int) -> Tensor:
         """part [R, n] in its place among all [rows, n], which are made by the first."""
         if len(part) == rows:
             return part
-        if whole is None:
-            whole = part.new_empty(rows, *part.shape[1:])
+        whole = part.new_empty(rows, *part.shape[1:]) if whole is None else whole
         whole[self.span] = part
         return whole
 
@@ -219,23 +208,19 @@ class Matrices:
 
     def __call__(self, name: str, experts: range) -> Tensor:
         """[experts, K, N], of some that are there together."""
-        e, before = self._of, self._sums.get(name)
+        e = self._of
         if name not in self.factors:
             found = self._w.experts(name, experts)
-        elif before is not None and before[0] == experts:
-            found = before[1]
         else:
-            del before
-            self._sums.pop(name, None)       # first: its memory is the next one's
-            a, b = self.of(name, experts)
-            left, right = (a.mT, b.mT) if e.transposed else (b, a)
-            base, writable = self._w.writable_experts(name, experts)
-            found = torch.baddbmm(base, left, right, alpha=e.adapters[name].scale, out=base if writable else None)
-            self._sums[name] = experts, found
+            if name not in self._sums or self._sums[name][0] != experts:
+                self._sums.pop(name, None)   # first: its memory is the next one's
+                a, b = self.of(name, experts)
+                left, right = (a.mT, b.mT) if e.transposed else (b, a)
+                base, own = self._w.writable_experts(name, experts)
+                found = torch.baddbmm(base, left, right, alpha=e.adapters[name].scale, out=base if own else None)
+                self._sums[name] = experts, found
+            found = self._sums[name][1]
         return found if e.transposed else found.mT
-
-
-_BIASES = ("gate_up_proj_bias", "down_proj_bias")
 
 
 class Experts:
@@ -263,9 +248,9 @@ class Experts:
         self.modules, self.added, more = unwrapped_experts(layer, name)
         self.adapters, name = dict(self.added), self.modules[-1]
         module = child(layer, name)
-        own = {n: tuple(p.shape) for n, p in module.named_parameters()}
+        own, biases = {n: tuple(p.shape) for n, p in module.named_parameters()}, ("gate_up_proj_bias", "down_proj_bias")
         gu, down = own.get("gate_up_proj", ()), own.get("down_proj", ())
-        if len(gu) != 3 or len(down) != 3 or set(own) - {"gate_up_proj", "down_proj", *_BIASES}:
+        if len(gu) != 3 or len(down) != 3 or set(own) - {"gate_up_proj", "down_proj", *biases}:
             raise Unfit(f"{name} has no gate_up_proj and down_proj of three dimensions, or more than these")
         self.transposed = bool(getattr(module, "is_transposed", gu[2] != hidden))
         self.count, self.inter = down[0], down[1] if self.transposed else down[2]
@@ -275,7 +260,7 @@ class Experts:
         if getattr(module, "_is_expert_parallel", False) or getattr(module, "has_post_expert_norm", False):
             raise Unfit(f"{name} are spread over devices, or have norms of their own")
         self.gu, self.down = f"{name}.gate_up_proj", f"{name}.down_proj"
-        self.biases = tuple(f"{name}.{n}" for n in _BIASES if n in own)
+        self.biases = tuple(f"{name}.{n}" for n in biases if n in own)
         if len(self.biases) == 1:
             raise Unfit(f"{name} has a bias in one place only")
         self.names = {self.gu, self.down, *self.biases, *more}
@@ -310,14 +295,14 @@ class Experts:
         return ops.sum_rows(out, rows.place, weights.shape[0], weights.flatten(), base, factor), gu
 
     def backward(self, dy: Tensor, b: Tensor, gu: Tensor | None, weights: Tensor, routed: Routed, rows: Rows,
-                 base: Tensor | None, w: Weights, grads: Grads) -> tuple[Tensor, Tensor]:
+                 base: Tensor | None, grads: Grads) -> tuple[Tensor, Tensor]:
         """base + db [T, H], and dweights [T, k] fp32, from dy [T, H]. Overwrites gu; None: it is made again.
 
         What an expert gives is not made again: its product with dy is that of dy Wd' with what Wd reads. Rows wait in
         memory as inputs' gradients alone: of some experts all else is done before the next are there.
         """
-        count, dx, dweights, matrix = len(rows.token), None, None, Matrices(self, w, b.dtype)
-        by_row = weights.flatten()[rows.order]
+        w, count, dx, dweights = grads.w, len(rows.token), None, None
+        matrix, by_row = Matrices(self, w, b.dtype), weights.flatten()[rows.order]
         for part in rows.parts(w.groups(self.gu, self.count)):
             x = part.of(b) if gu is None else None
             up = gu[part.span] if x is None else ops.grouped_gemm(x, matrix(self.gu, part.experts), part.offsets)
@@ -325,18 +310,18 @@ class Experts:
                 x = None                     # of some, rows are gathered again below, where fewer others are there
             dys = part.of(dy)
             act = ops.grouped_gemm_dgrad(dys, matrix(self.down, part.experts), part.offsets)    # for a weight of 1
-            dweight = ops.expert_glu_backward(act, up, self.act, self.interleaved, *self._gate_bias(part, w),
-                                              by_row[part.span])
+            bias = self._gate_bias(part, w)
+            dweight = ops.expert_glu_backward(act, up, self.act, self.interleaved, *bias, by_row[part.span])
             dweights = part.put(dweights, dweight, count)
             if self._learns(self.down, grads):
-                self._stack_grads(self.down, part, act, dys, matrix, w, grads)
+                self._stack_grads(self.down, part, act, dys, matrix, grads)
             del act, dys
             if self._learns(self.gu, grads):
-                self._stack_grads(self.gu, part, part.of(b) if x is None else x, up, matrix, w, grads)
+                self._stack_grads(self.gu, part, part.of(b) if x is None else x, up, matrix, grads)
             if self.biases and self.biases[0] in grads.wanted:  # each expert's sum, as a product with eight (the
                 ones = up.new_ones(up.shape[0], 8)       # kernel's least) rows of ones
                 sums = ops.grouped_gemm_wgrad(ones, up, part.offsets)[:, 0]
-                self._all(self.biases[0], w, grads)[part.experts.start:part.experts.stop] = sums
+                _all(self.biases[0], grads)[part.experts.start:part.experts.stop] = sums
             del x
             dx = part.put(dx, ops.grouped_gemm_dgrad(up, matrix(self.gu, part.experts), part.offsets), count)
             del up
@@ -351,8 +336,7 @@ class Experts:
     def _learns(self, name: str, grads: Grads) -> bool:
         return not grads.wanted.isdisjoint((name, *self.adapters.get(name, ())[:2]))
 
-    def _stack_grads(self, name: str, rows: Rows, x: Tensor, dy: Tensor, matrix: Matrices, w: Weights, grads: Grads
-                     ) -> None:
+    def _stack_grads(self, name: str, rows: Rows, x: Tensor, dy: Tensor, matrix: Matrices, grads: Grads) -> None:
         """Of a stack, where all experts are there together, and of its adapter's A and B, from what its products read,
         x [R, K], and their gradient, dy [R, N]."""
         if name in grads.wanted:
@@ -362,18 +346,19 @@ class Experts:
         (a, b), r, of = matrix.of(name, rows.experts), adapter.rank, slice(rows.experts.start, rows.experts.stop)
         if adapter.b in grads.wanted:
             t = ops.grouped_gemm(x, a.mT, rows.offsets).mul_(adapter.scale)
-            into = self._all(adapter.b, w, grads).view(-1, r, self.count)[..., of]
+            into = _all(adapter.b, grads).view(-1, r, self.count)[..., of]
             into.copy_(ops.grouped_gemm_wgrad(dy, t, rows.offsets)[..., :r].permute(1, 2, 0))
         if adapter.a in grads.wanted:
             u = ops.grouped_gemm(dy, b, rows.offsets).mul_(adapter.scale)
-            into = self._all(adapter.a, w, grads).view(self.count, r, -1)[of]
+            into = _all(adapter.a, grads).view(self.count, r, -1)[of]
             into.copy_(ops.grouped_gemm_wgrad(u, x, rows.offsets)[:, :r])
 
-    def _all(self, name: str, w: Weights, grads: Grads) -> Tensor:
-        """The gradient of all experts' own in one tensor: zeros where nobody has written."""
-        if name not in grads:
-            grads[name] = w[name].new_zeros(w[name].shape)
-        return grads[name]
+
+def _all(name: str, grads: Grads) -> Tensor:
+    """The gradient of all experts' own in one tensor: zeros where nobody has written."""
+    if name not in grads:
+        grads[name] = grads.w[name].new_zeros(grads.w[name].shape)
+    return grads[name]
 
 
 # ---- the half --------------------------------------------------------------------------------------
@@ -389,35 +374,31 @@ class Shared:
             raise Unfit("its shared expert has biases")
         self.linears = (self.gu, self.down, self.gate) if self.gate else (self.gu, self.down)
 
-    def gate_of(self, b: Tensor, w: Weights) -> Tensor:
-        """[T, 1], the layer's type."""
-        return torch.sigmoid(self.gate.forward(b, w))
-
     def forward_onto(self, base: Tensor | None, b: Tensor, gu: Tensor, factor: float, w: Weights) -> Tensor:
         """base + factor * gate * expert(b) [T, H]; gu as gu.forward(b) gave it."""
         act = ops.glu(*gu.chunk(2, 1), self.act)
         if self.gate:
-            act *= self.gate_of(b, w)
+            act *= torch.sigmoid(self.gate.forward(b, w))
         return self.down.forward(act, w) if base is None else self.down.forward_onto(base, act, w, factor)
 
-    def backward(self, dy: Tensor, b: Tensor, gu: Tensor, w: Weights, grads: Grads) -> Tensor:
+    def backward(self, dy: Tensor, b: Tensor, gu: Tensor, grads: Grads) -> Tensor:
         """db [T, H] from dy [T, H]. Overwrites gu."""
-        act = self.down.input_grad(dy, w)
-        s = self.gate_of(b, w) if self.gate else None
+        act = self.down.input_grad(dy, grads.w)
+        s = torch.sigmoid(self.gate.forward(b, grads.w)) if self.gate else None          # [T, 1], the layer's type
         # The op takes [T] fp32, or fp64 of fp64.
         numbers = None if s is None else s.flatten().to(torch.promote_types(s.dtype, torch.float32))
         ds = ops.expert_glu_backward(act, gu, self.act, weights=numbers)
-        self.down.weight_grads(dy, act, w, grads)
+        self.down.weight_grads(dy, act, grads)
         del act
-        self.gu.weight_grads(gu, b, w, grads)
-        db = self.gu.input_grad(gu, w)
+        self.gu.weight_grads(gu, b, grads)
+        db = self.gu.input_grad(gu, grads.w)
         if s is None:
             return db
         dlogit = (ds.unsqueeze(1) * s * (1 - s)).to(b.dtype)
-        self.gate.weight_grads(dlogit, b, w, grads)
+        self.gate.weight_grads(dlogit, b, grads)
         if self.gate.adapters:
-            return db.add_(self.gate.input_grad(dlogit, w))
-        return db.addmm_(dlogit, w.joint(self.gate.weights))
+            return db.add_(self.gate.input_grad(dlogit, grads.w))
+        return db.addmm_(dlogit, grads.w.joint(self.gate.weights))
 
 
 class SparseMLP(Half):
@@ -459,12 +440,11 @@ class SparseMLP(Half):
         y, k.gu = self.experts.forward(b, weights, k.routed, rows, base, factor, w, keeps)
         return self.added_normed(h, y, w, k) if self.norm_out else y
 
-    def backward(self, dy: Tensor, h: Tensor, w: Weights, correction: Tensor | None, k: Kept, grads: Grads
-                 ) -> Tensor:
+    def backward(self, dy: Tensor, h: Tensor, correction: Tensor | None, k: Kept, grads: Grads) -> Tensor:
         """dh [T, H] from dy [T, H]. Uses up what was kept, and writes into it."""
         # Made again: what the experts read, and what was not kept, their outputs only where norm_out reads them. Their
         # g|u is made where it is used.
-        b = self.normed(h, w, k)
+        w, b = grads.w, self.normed(h, grads.w, k)
         if k.routed is None:
             k.routed = self.router.forward(b, w, correction)
         rows = sort_rows(k.routed.index, self.experts.count)
@@ -472,15 +452,13 @@ class SparseMLP(Half):
             self._finish(h, b, rows, w, k, keeps=True)
         elif self.shared and k.shared_gu is None:
             k.shared_gu = self.shared.gu.forward(b, w)
-        dd = self.output_grad(dy, w, k, grads)
-        base = None
-        if self.shared:
-            base = self.shared.backward(dd, b, k.shared_gu, w, grads)
-            k.shared_gu = None
+        dd = self.output_grad(dy, k, grads)
+        base = self.shared.backward(dd, b, k.shared_gu, grads) if self.shared else None
+        k.shared_gu = None
         weights = self.router.weights(k.routed, h.dtype)
-        db, dweights = self.experts.backward(dd, b, k.gu, weights, k.routed, rows, base, w, grads)
+        db, dweights = self.experts.backward(dd, b, k.gu, weights, k.routed, rows, base, grads)
         k.gu = None
-        db += self.router.backward(dweights, k.routed, b, w, grads)
+        db += self.router.backward(dweights, k.routed, b, grads)
         if self.norm_in is None:
             return db.add_(dy)
-        return self.norm_in.backward(db, h, k.rstd, w, grads, add=dy)[0]
+        return self.norm_in.backward(db, h, k.rstd, grads, add=dy)[0]

@@ -104,10 +104,7 @@ def names_of(forward: Callable[..., Any]) -> list[str]:
 
 def arguments(names: list[str], args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
     """The input of a call, and its other arguments by name; Unfit where there are some without names. Which is which
-    their names do not decide: the input comes first, or is the first that is [B, S, H].
-
-    names: of the parameters, in order.
-    """
+    their names do not decide: the input comes first, or is the first that is [B, S, H]. names: of the parameters."""
     if len(args) == 1:
         return args[0], kwargs
     if args:
@@ -128,18 +125,15 @@ def role(value: Any) -> str:
     if isinstance(value, tuple) and len(value) == 2 and all(
             isinstance(v, Tensor) and v.dim() == 3 and v.is_floating_point() for v in value):
         return "angles"
-    return "mask" if isinstance(value, Tensor) and value.dim() == 4 and value.dtype in _MASKS else ""
-
-
-_MASKS = (torch.bool, torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    masks = torch.bool, torch.float32, torch.bfloat16, torch.float16, torch.float64
+    return "mask" if isinstance(value, Tensor) and value.dim() == 4 and value.dtype in masks else ""
 
 
 def roles_of(kwargs: dict[str, Any]) -> dict[str, str]:
     """By role, which argument has it; Unfit where several have the same."""
     found: dict[str, str] = {}
     for name, value in kwargs.items():
-        what = role(value)
-        if what and found.setdefault(what, name) != name:
+        if (what := role(value)) and found.setdefault(what, name) != name:
             raise Unfit(f"called with more than one {what}: {found[what]}, {name}")
     return found
 
@@ -181,8 +175,7 @@ def codings_of(layer: nn.Module) -> dict[str, Coding]:
     """How each weight of codes is made, by its name; Unfit where one cannot be."""
     found = {}
     for name, _, p, format in coded(layer):
-        coding = format.coding(p)
-        if coding is None:
+        if (coding := format.coding(p)) is None:
             raise Unfit(f"its weights are codes: {format.name}")
         found[name] = coding
     return found
@@ -196,11 +189,8 @@ def dtype_of(layer: nn.Module, codings: dict[str, Coding]) -> torch.dtype | None
         raise Unfit(f"its codes stand for weights of several types: {', '.join(sorted(map(str, types)))}")
     own = [(".lora_" in name, p.dim() < 2, p.dtype) for name, p in layer.named_parameters()
            if p.is_floating_point() and p.dtype.itemsize > 1]
-    plain = sorted(own, key=lambda item: item[:2])
-    return next(iter(types), None) or (plain[0][2] if plain else None)
+    return next(iter(types), None) or min(own, key=lambda item: item[:2], default=(None,))[-1]
 
-
-# ---- norms -----------------------------------------------------------------------------------------
 
 class Norm:
     """A module that is an RMSNorm in one of transformers' ways of applying its weight."""
@@ -224,10 +214,10 @@ class Norm:
             return w.normed(linears.weights, x, weight, self.eps, self.style)
         return ops.rms_norm(x, weight, self.eps, self.style)[::2]
 
-    def backward(self, dy: Tensor, s: Tensor, rstd: Tensor, w: Weights, grads: Grads, add: Tensor | None = None,
+    def backward(self, dy: Tensor, s: Tensor, rstd: Tensor, grads: Grads, add: Tensor | None = None,
                  rebuild: bool = False, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """dx + add; and y again, where that is asked for (`rebuild`)."""
-        weight = w[self.weight]
+        weight = grads.w[self.weight]
         backward = _wide_norm_backward if weight.dtype != s.dtype else ops.rms_norm_backward
         dx, dw, y = backward(dy, s, weight, rstd, self.style, add, rebuild, dx=out)
         if self.weight in grads.wanted:
@@ -246,8 +236,7 @@ def _wide_norm(x: Tensor, weight: Tensor, eps: float, style: int) -> tuple[Tenso
 def _wide_norm_backward(dy: Tensor, s: Tensor, weight: Tensor, rstd: Tensor, style: int, add: Tensor | None,
                         rebuild: bool, *, dx: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     weight, hat, dy = weight + (style == ops.ONE_PLUS), s.float() * rstd.unsqueeze(-1), dy.float()
-    dw, y = ops.column_sum((dy * hat).flatten(0, -2)), (hat * weight).to(s.dtype) if rebuild else None
-    g = dy * weight
+    dw, y, g = ops.column_sum((dy * hat).flatten(0, -2)), (hat * weight).to(s.dtype) if rebuild else None, dy * weight
     found = rstd.unsqueeze(-1) * (g - hat * (g * hat).mean(-1, keepdim=True))
     found = (found if add is None else found + add).to(s.dtype)
     return found if dx is None else dx.copy_(found), dw, y
@@ -346,11 +335,10 @@ class Linears:
         self.rows = tuple(m.out_features for m in modules)
         self.inputs = modules[0].in_features
         self.numel = sum(self.rows) * self.inputs
-        self.weights = tuple(f"{n}.weight" for n, _, _, _ in found)
-        biased = [m.bias is not None for m in modules]
-        if any(biased) and not all(biased):
+        self.weights = tuple(f"{n}.weight" for n, *_ in found)
+        self.biases = tuple(f"{n}.bias" for n, m, *_ in found if m.bias is not None)
+        if self.biases and len(self.biases) < len(found):
             raise Unfit(f"only some of {', '.join(names)} have a bias")
-        self.biases = tuple(f"{n}.bias" for n, _, _, _ in found) if biased[0] else ()
         self.adapters = {w: own for w, (_, _, own, _) in zip(self.weights, found) if own}
         self.names = (*self.weights, *self.biases, *(n for *_, more in found for n in more))
         own = dict(layer.named_parameters(remove_duplicate=False))
@@ -383,19 +371,17 @@ class Linears:
         dx = w.input_grad(self.weights, dy)
         return dx.addmm_(self._outer(dy, w), self._down(w, dy.dtype)) if self.beside else dx
 
-    def weight_grads(self, dy: Tensor, x: Tensor, w: Weights, grads: Grads) -> None:
+    def weight_grads(self, dy: Tensor, x: Tensor, grads: Grads) -> None:
         if not grads.wanted.isdisjoint(self.weights):
-            grads.product(self.weights, self.rows, dy, x, w)
+            grads.product(self.weights, self.rows, dy, x)
         if not grads.wanted.isdisjoint(self.biases):
             grads.put(self.biases, self.rows, ops.column_sum(dy))
-        if not self.beside:
-            return
         if not grads.wanted.isdisjoint(self._downs):
-            grads.product(self._downs, self._ranks, self._outer(dy, w), x, w, w[self._downs[0]].dtype)
-        ups = [one for one in self.beside if one[2].b in grads.wanted]
-        t = self._inner(x, w) if ups else x
-        for ranks, columns, a in ups:
-            grads.product((a.b,), (w[a.b].shape[0],), dy[:, columns], t[:, ranks], w, w[a.b].dtype)
+            grads.product(self._downs, self._ranks, self._outer(dy, grads.w), x)
+        if ups := [one for one in self.beside if one[2].b in grads.wanted]:
+            t = self._inner(x, grads.w)
+            for ranks, columns, a in ups:
+                grads.product((a.b,), (columns.stop - columns.start,), dy[:, columns], t[:, ranks])
 
     # t, and dt, of all adapters, by way of their A [sum of ranks, K].
 
@@ -506,23 +492,23 @@ class Half:
         normed, k.rstd_out = self.norm_out.forward(f, w)
         return torch.add(x, normed, alpha=self.factor)
 
-    def output_grad(self, dy: Tensor, w: Weights, k: Kept, grads: Grads) -> Tensor:
+    def output_grad(self, dy: Tensor, k: Kept, grads: Grads) -> Tensor:
         """That of f."""
         d = dy if self.factor == 1.0 else dy * self.factor
         if self.norm_out is not None:
-            d, _ = self.norm_out.backward(d, k.last, k.rstd_out, w, grads)
+            d, _ = self.norm_out.backward(d, k.last, k.rstd_out, grads)
             k.last = None
         return d
 
-    def input_grad(self, first: Linears, d: Tensor, dy: Tensor, x: Tensor, a: Tensor | None, w: Weights, k: Kept,
-                   grads: Grads) -> Tensor:
+    def input_grad(self, first: Linears, d: Tensor, dy: Tensor, x: Tensor, k: Kept, grads: Grads,
+                   a: Tensor | None = None) -> Tensor:
         """dx from d, the gradient of what the first products give, and dy, the residual's own. a: norm_in(x), where it
         is there; else it is made again."""
-        da = first.input_grad(d, w)
+        da = first.input_grad(d, grads.w)
         if self.norm_in is None:
             dx, a = da.add_(dy), x
         else:
-            dx, again = self.norm_in.backward(da, x, k.rstd, w, grads, add=dy, rebuild=a is None)
+            dx, again = self.norm_in.backward(da, x, k.rstd, grads, add=dy, rebuild=a is None)
             a = again if a is None else a
-        first.weight_grads(d, a, w, grads)
+        first.weight_grads(d, a, grads)
         return dx

@@ -23,16 +23,13 @@ WHOLE = 16                  # that many codes are loaded at once: sizes of matri
 
 
 class Weights:
-    """A unit's weights in a slot, by the names of the window's parameters.
-
-    Linear layers that read the same input lie side by side in their unit (units are laid out matrices
-    first), so their weights are one matrix, and one product serves them all.
+    """A unit's weights in a slot, by the names of the window's parameters. Linear layers that read the same input lie
+    side by side in their unit (matrices come first), so their weights are one matrix, and one product serves them all.
     """
 
     __slots__ = ("_joint", "_make", "by_name")
 
-    def __init__(self, by_name: dict[str, Tensor], make: Callable[[Callable[[], Tensor]], Tensor] | None = None
-                 ) -> None:
+    def __init__(self, by_name: dict[str, Tensor], make: Callable[[Callable[[], Any]], Any] | None = None) -> None:
         """make: runs what makes a view that is kept here (a slot counts those)."""
         self.by_name, self._make = by_name, make or (lambda view: view())
         self._joint: dict[tuple[str, ...], Tensor] = {}
@@ -44,18 +41,16 @@ class Weights:
         """The rows of all of them, one below the other; a view where they are neighbours."""
         if len(names) == 1:
             return self.by_name[names[0]]
-        found = self._joint.get(names)
-        if found is None:
+        if names not in self._joint:
             parts = [self.by_name[n] for n in names]
             here, storage = parts[0].data_ptr(), parts[0].untyped_storage().data_ptr()
             for p in parts:
                 if p.data_ptr() != here or not p.is_contiguous() or p.untyped_storage().data_ptr() != storage:
                     return torch.cat(parts)          # a copy would be out of date with the next fetch
                 here += p.nbytes
-            rows = (sum(p.shape[0] for p in parts), *parts[0].shape[1:])
-            found = self._joint[names] = self._make(
-                lambda: parts[0].as_strided(rows, parts[0].stride(), parts[0].storage_offset()))
-        return found
+            rows, strides, at = sum(p.shape[0] for p in parts), parts[0].stride(), parts[0].storage_offset()
+            self._joint[names] = self._make(lambda: parts[0].as_strided((rows, *parts[0].shape[1:]), strides, at))
+        return self._joint[names]
 
     # ---- stacks of experts ----
 
@@ -118,30 +113,27 @@ def glu_grads(dh: Tensor, gu: Tensor, act: int) -> tuple[Tensor, Tensor]:
     return gu, dh
 
 
-# ---- gradients -------------------------------------------------------------------------------------
-
 class Grads(dict[str, Tensor]):
-    """Weight gradients by name; `wanted`: whose are asked for."""
+    """Gradients of weights `w` by name; `wanted`: whose are asked for."""
 
-    def __init__(self, wanted: Iterable[str]) -> None:
+    def __init__(self, w: Weights, wanted: Iterable[str]) -> None:
         super().__init__()
-        self.wanted = frozenset(wanted)
+        self.w, self.wanted = w, frozenset(wanted)
 
     def put(self, names: tuple[str, ...], rows: tuple[int, ...], joint: Tensor) -> None:
         for name, part in zip(names, joint.split(rows)):
             if name in self.wanted:
                 self[name] = part
 
-    def product(self, names: tuple[str, ...], rows: tuple[int, ...], dy: Tensor, x: Tensor, w: Weights,
-                dtype: torch.dtype | None = None) -> None:
-        """dy' x [sum of rows, K], from dy [T, sum of rows] and x [T, K]; dtype: of the weights, if it is another."""
-        if dtype != torch.float32 or dy.dtype not in (torch.bfloat16, torch.float16):
-            total = w.weight_grad(names, dy, x)
-            total = total.to(dtype or total.dtype)
-        else:
+    def product(self, names: tuple[str, ...], rows: tuple[int, ...], dy: Tensor, x: Tensor) -> None:
+        """dy' x [sum of rows, K], from dy [T, sum of rows] and x [T, K], in the weights' type."""
+        dtype, total = self._dtype(names), None
+        if dtype == torch.float32 and dy.dtype.itemsize == 2:
             total = torch.empty(dy.shape[1], x.shape[1], dtype=dtype, device=x.device)
-            w.weight_grad(names, dy, x, total)
-        self.put(names, rows, total)
+        self.put(names, rows, self.w.weight_grad(names, dy, x, total).to(dtype))
+
+    def _dtype(self, names: tuple[str, ...]) -> torch.dtype:
+        return next(self.w[n].dtype for n in names if n in self.wanted)
 
 
 class Sums(Grads):
@@ -149,10 +141,10 @@ class Sums(Grads):
     comes by its name (of biases, norms) has been rounded tile by tile. `finish` hands them on."""
 
     def __init__(self, grads: Grads) -> None:
-        super().__init__(grads.wanted)
+        super().__init__(grads.w, grads.wanted)
         self._grads = grads
         self._types: dict[str, torch.dtype] = {}
-        self._matrices: dict[tuple[str, ...], tuple[tuple[int, ...], torch.dtype, Tensor]] = {}
+        self._matrices: dict[tuple[str, ...], tuple[tuple[int, ...], Tensor]] = {}
 
     def __setitem__(self, name: str, part: Tensor) -> None:
         if name in self:
@@ -161,25 +153,21 @@ class Sums(Grads):
             super().__setitem__(name, part.to(torch.promote_types(part.dtype, torch.float32), copy=True))
         self._types[name] = part.dtype
 
-    def product(self, names: tuple[str, ...], rows: tuple[int, ...], dy: Tensor, x: Tensor, w: Weights,
-                dtype: torch.dtype | None = None) -> None:
+    def product(self, names: tuple[str, ...], rows: tuple[int, ...], dy: Tensor, x: Tensor) -> None:
         begun = names in self._matrices
         if not begun:
             wide = torch.promote_types(dy.dtype, torch.float32)
-            total = torch.empty(sum(rows), x.shape[1], dtype=wide, device=x.device)
-            self._matrices[names] = rows, dtype or dy.dtype, total
-        w.weight_grad(names, dy, x, self._matrices[names][2], begun)
+            self._matrices[names] = rows, torch.empty(sum(rows), x.shape[1], dtype=wide, device=x.device)
+        self.w.weight_grad(names, dy, x, self._matrices[names][1], begun)
 
     def finish(self) -> None:
         """What was added up, in the gradients' types."""
         for names in list(self._matrices):
-            rows, dtype, total = self._matrices.pop(names)
-            self._grads.put(names, rows, total.to(dtype))
+            rows, total = self._matrices.pop(names)
+            self._grads.put(names, rows, total.to(self._dtype(names)))
         for name, total in self.items():
             self._grads[name] = total.to(self._types[name])
 
-
-# ---- weights of codes ------------------------------------------------------------------------------
 
 class Expanded(Weights):
     """Weights that lie in their slot as codes, made the weights that they stand for as products need them.
@@ -212,9 +200,8 @@ class Expanded(Weights):
         if not any(codings):
             return super().joint(names)
         shapes = [self.by_name[n].shape if c is None else c.shape for n, c in zip(names, codings)]
-        first = next(f"{n}{STRAND}{c.strands[0]}" for n, c in zip(names, codings) if c is not None)
-        out = torch.empty((sum(s[0] for s in shapes), *shapes[0][1:]), dtype=self._dtype,
-                          device=self.by_name[first].device)
+        like = next(self.by_name[f"{n}{STRAND}{c.strands[0]}"] for n, c in zip(names, codings) if c is not None)
+        out = like.new_empty((sum(s[0] for s in shapes), *shapes[0][1:]), dtype=self._dtype)
         for name, coding, part in zip(names, codings, out.split([s[0] for s in shapes])):
             if coding is None:
                 part.copy_(self.by_name[name])
@@ -236,19 +223,17 @@ class Pieces(Weights):
     not, since the slot would be held.
     """
 
-    __slots__ = ("_last", "_made", "_rest", "_rest_of", "_stacks")
+    __slots__ = ("_last", "_rest", "_rest_of", "_ring", "_stacks")
 
-    def __init__(self, rest: Callable[[], Weights], stacks: dict[str, Stacked], made: Callable[[Piece], Tensor]
-                 ) -> None:
-        """rest: what is left of the unit, where it is now. made: a piece's weights, fetched if need be."""
-        self._rest_of, self._stacks, self._made = rest, stacks, made
+    def __init__(self, rest: Callable[[], Weights], stacks: dict[str, Stacked], ring: Any) -> None:
+        """rest: what is left of the unit, where it is now. ring: model/ring.py's, which pieces are fetched into."""
+        self._rest_of, self._stacks, self._ring = rest, stacks, ring
         self._rest: Weights | None = None
         self._last: dict[str, tuple[Piece, Tensor]] = {}
 
     @property
     def rest(self) -> Weights:
-        if self._rest is None:
-            self._rest = self._rest_of()
+        self._rest = self._rest or self._rest_of()
         return self._rest
 
     def __getitem__(self, name: str) -> Tensor:
@@ -276,7 +261,7 @@ class Pieces(Weights):
         self._last.pop(name, None)                       # first: there is one at a time
         self._rest = None
         piece = self._stacks[name].piece_of(which.start)
-        return self._made(piece), piece.expands
+        return piece.made(self._ring), piece.expands
 
 
 # ---- products of codes -----------------------------------------------------------------------------
@@ -298,10 +283,9 @@ class Coded(Weights):
     codes with a scale for each row, sums in fp32, results in the layer's type (csrc/ops/fp8.h).
 
     A product's sums go along its operands' rows, so that a forward wants x and W by rows, dx = dy W wants W by columns,
-    and dW = dy' x both dy and x by columns: of each operand codes by rows or by columns, or of dy both. They are made
-    from tensors of 16 bits that are there anyway, weights' once in each forward and backward; but of norms, of gated
-    activations and of the gradients behind these, by the kernels that compute them (csrc/ops/fp8_glu.h), where nothing
-    else reads them.
+    and dW = dy' x both dy and x by columns. Codes are made from tensors of 16 bits that are there anyway, weights' once
+    in each forward and backward; but of norms, of gated activations and of the gradients behind these, by the kernels
+    that compute them (csrc/ops/fp8_glu.h), where nothing else reads them.
 
     Forward products add in the tensor cores' own 14 bits, gradients in fp32 after short stretches: a weight gradient is
     a sum over all tokens, of which the former would lose a part that grows with their number.
@@ -332,12 +316,10 @@ class Coded(Weights):
         matrix = self._rows[names]
         y = torch.empty(x.shape[0], matrix.scale.shape[0], dtype=x.dtype, device=x.device)
         codes = x.take("rows") if isinstance(x, Made) else ops.fp8_cast(x)
-        bias = self.joint(biases) if biases else None
-        ops.fp8_gemm_(y, codes, matrix, bias=bias, base=base, alpha=factor, fast=True)
+        ops.fp8_gemm_(y, codes, matrix, bias=self.joint(biases) if biases else None, base=base, alpha=factor, fast=True)
         return y
 
-    def normed(self, names: tuple[str, ...], x: Tensor, weight: Tensor, eps: float, style: int
-               ) -> tuple[Tensor | Made, Tensor]:
+    def normed(self, names: tuple[str, ...], x: Tensor, weight: Tensor, eps: float, style: int) -> tuple[Any, Tensor]:
         if not self._fits(names, x):
             return super().normed(names, x, weight, eps, style)
         codes, rstd = ops.fp8_rms_norm(x, weight, eps, style)
