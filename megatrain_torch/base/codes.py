@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -411,14 +411,6 @@ def to_fp8(w: Tensor) -> Coded | None:
     scales = torch.where(most > 0, limits.max / torch.where(most > 0, most, 1.0), 1.0)
     codes = torch.clamp(blocks * scales.unsqueeze(-1).unsqueeze(-3), limits.min, limits.max).to(kind)
     return Coded(codes.reshape(w.shape), 1.0 / scales, "fp8", w.dtype)
-
-
-def nf4_strands(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Forms of codes and scales for a stack of experts [E, N, K]; None: it does not fall into blocks."""
-    experts, rows, columns = shape
-    if columns % 2 or rows * columns % NF4_BLOCK:
-        return None
-    return (experts, rows, columns // 2), (experts, 1, rows * columns // NF4_BLOCK)
 
 
 def quantization_of(model: nn.Module) -> dict[str, Any] | None:

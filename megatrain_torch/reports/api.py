@@ -430,11 +430,9 @@ class Trace:
     def _repr_png_(self) -> bytes | None:
         """The picture, for notebooks; None where there is none to draw."""
         drawn = io.BytesIO()
-        try:
+        with contextlib.suppress(MegatrainError):
             self.picture(drawn)
-        except MegatrainError:
-            return None
-        return drawn.getvalue()
+        return drawn.getvalue() or None
 
 
 def _joined(compute: list[Slice], marks: list[int]) -> list[Slice]:
