@@ -144,12 +144,6 @@ def _stream_gbps(sizes: Sizes, device: torch.device) -> float:
     return 2 * sizes.stream_bytes / timed(lambda: torch.mul(a, 0.5, out=b), sizes.least_s) / 1e9
 
 
-def _launch_us(device: torch.device, least_s: float) -> float:
-    """Host time of one small operation, while the device follows."""
-    x = torch.zeros(16, device=device)
-    return timed(lambda: torch.add(x, x, out=x), least_s) * 1e6
-
-
 # ---- copies and AdamW ----------------------------------------------------------------------------
 
 class Copies:
@@ -282,8 +276,10 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
                                            for w in sizes.widths for n in sizes.tokens),
                              "fp8_gain": fp8_gain(*sizes.coded, device, sizes.least_s)}
     say("attention, elementwise kernels, launches")
+    small = torch.zeros(16, device=device)
     rates |= {"attention": tuple(_attention_at(seq, sizes, device) for seq in sizes.sequences),
-              "hbm_gbps": _stream_gbps(sizes, device), "launch_us": _launch_us(device, sizes.least_s)}
+              "hbm_gbps": _stream_gbps(sizes, device),
+              "launch_us": timed(lambda: torch.add(small, small, out=small), sizes.least_s) * 1e6}    # of the host
     # By now the libraries of products and attention are loaded.
     rss = resident_bytes() + (TRAINING_BYTES if cuda else 0)
     say("copies")
