@@ -392,9 +392,9 @@ class Coded(Tensor):
 def _joined(func: Any, tensors: list[Any], dim: int = 0) -> Coded | None:
     """Blocks of fp8 that come together as whole ones: their codes do, and their scales; None: else."""
     first = tensors[0]
-    alike = all(type(t) is type(first) and t.form == "fp8" and t.shape == first.shape
-                and t.scales.shape == first.scales.shape for t in tensors)
-    if not alike or not isinstance(first, Coded) or (func is _ATEN.stack.default and dim != 0):
+    if not isinstance(first, Coded) or (func is _ATEN.stack.default and dim != 0) or any(
+            type(t) is not type(first) or (t.form, t.shape, t.scales.shape) != ("fp8", first.shape, first.scales.shape)
+            for t in tensors):
         return None
     return first.over(func([t.codes for t in tensors], dim), func([t.scales for t in tensors], dim))
 

@@ -19,6 +19,3 @@ def check_dtype(dtype: Any) -> None:
     """Raises: MegatrainError: neither None nor a torch.dtype."""
     if not isinstance(dtype, torch.dtype | None):
         raise MegatrainError(f"dtype={dtype!r}: give a torch.dtype, such as torch.bfloat16")
-
-
-__all__ = ["MegatrainError", "check_count", "check_dtype"]

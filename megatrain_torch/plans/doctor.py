@@ -37,7 +37,6 @@ from ..figures.report import as_text
 from ..fused.templates.attention import Attention
 from ..group.ranks import Ranks
 from ..store.disk import Disk
-from .cards import MEASURED
 from .machine import Machine, describe, store_path
 from .tally import ADDED_BYTES, MORE_BYTES, host_rate
 
@@ -302,8 +301,8 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
         rates |= {f"disk_{way}_gbps": found[way] / 1e9 for way in ("read", "write", "both")}
     versions = {"torch": torch.__version__, "cuda": str(torch.version.cuda), "megatrain_torch": _core.__version__}
     return Machine(torch.cuda.get_device_name(device) if cuda else "cpu", device.type, vram // 2 if one else vram,
-                   taken, host // 2 if one else host, rss, **rates, source=MEASURED, one_memory=one,
-                   versions=versions)
+                   taken, host // 2 if one else host, rss, **rates, source="measured by megatrain doctor",
+                   one_memory=one, versions=versions)
 
 
 def report(machine: Machine) -> str:
