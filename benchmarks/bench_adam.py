@@ -63,8 +63,8 @@ def ours(args: argparse.Namespace) -> tuple[float, list[float], list[float]]:
         if i >= 0:
             step_s.append(a)
             loop_s.append(b)
-    planes = (update.hi, update.lo, update.master, update.m, update.v, update.scale)
-    moved = 2 * sum(p.nbytes for p in planes if p is not None) / update.n + update.grad.element_size()
+    sizes = [0 if p is None else p.nbytes for p in update.planes]
+    moved = (2 * sum(sizes) - sizes[5]) / update.n  # all but the gradient are written too
     return moved, step_s, loop_s
 
 

@@ -23,29 +23,11 @@ from .base.limits import parse_bytes, show_bytes
 from .checkpoint.restore import CheckpointInfo, checkpoint_bytes, inspect_checkpoint, load
 from .checkpoint.save import Saving, save
 from .figures.report import StepReport
-from .model.stream import (
-    from_config,
-    from_pretrained,
-    read_pretrained,
-    stream,
-    stream_trainer,
-    unstream,
-)
+from .model.stream import from_config, from_pretrained, read_pretrained, stream, stream_trainer, unstream
 from .optim.adamw import AdamW
 from .plans.machine import Machine
 from .plans.planner import Plan, plan
-from .reports.api import (
-    Storage,
-    Trace,
-    choices,
-    explain,
-    gather,
-    last_step,
-    masters,
-    measure_machine,
-    storage,
-    trace,
-)
+from .reports.api import Storage, Trace, choices, explain, gather, last_step, masters, measure_machine, storage, trace
 
 __all__ = ["AdamW", "CheckpointInfo", "Machine", "MegatrainError", "Plan", "Saving", "StepReport", "Storage", "Trace",
            "__version__", "checkpoint_bytes", "choices", "explain", "from_config", "from_pretrained", "gather",

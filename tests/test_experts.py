@@ -17,7 +17,7 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers")
 
 import megatrain_torch as mt  # noqa: E402
-from megatrain_torch.base.codes import Coded, nf4_strands  # noqa: E402
+from megatrain_torch.base.codes import NF4_BLOCK, Coded  # noqa: E402
 from megatrain_torch.base.units import usual_experts  # noqa: E402
 from megatrain_torch.graph.window import Stack  # noqa: E402
 from megatrain_torch.model.homes import move  # noqa: E402
@@ -44,10 +44,10 @@ def is_stack(name: str, p: Tensor) -> bool:
 
 def coded(w: Tensor, form: str) -> Coded:
     """Random codes in the place of a stack."""
-    if form == "nf4":
-        codes, scales = nf4_strands(w.shape)
-        return Coded(torch.randint(0, 256, codes, dtype=torch.uint8), torch.rand(scales) * 0.05, form, w.dtype)
     experts, fan_in, fan_out = w.shape
+    if form == "nf4":
+        scales = torch.rand(experts, 1, fan_in * fan_out // NF4_BLOCK) * 0.05
+        return Coded(torch.randint(0, 256, (experts, fan_in, fan_out // 2), dtype=torch.uint8), scales, form, w.dtype)
     groups = experts, fan_out, fan_in // 32
     return Coded(torch.randint(0, 256, (*groups, 16), dtype=torch.uint8),
                  torch.randint(118, 124, groups, dtype=torch.uint8), form, w.dtype)

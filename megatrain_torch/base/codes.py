@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -392,9 +392,9 @@ class Coded(Tensor):
 def _joined(func: Any, tensors: list[Any], dim: int = 0) -> Coded | None:
     """Blocks of fp8 that come together as whole ones: their codes do, and their scales; None: else."""
     first = tensors[0]
-    alike = all(type(t) is type(first) and t.form == "fp8" and t.shape == first.shape
-                and t.scales.shape == first.scales.shape for t in tensors)
-    if not alike or not isinstance(first, Coded) or (func is _ATEN.stack.default and dim != 0):
+    if not isinstance(first, Coded) or (func is _ATEN.stack.default and dim != 0) or any(
+            type(t) is not type(first) or (t.form, t.shape, t.scales.shape) != ("fp8", first.shape, first.scales.shape)
+            for t in tensors):
         return None
     return first.over(func([t.codes for t in tensors], dim), func([t.scales for t in tensors], dim))
 
@@ -411,14 +411,6 @@ def to_fp8(w: Tensor) -> Coded | None:
     scales = torch.where(most > 0, limits.max / torch.where(most > 0, most, 1.0), 1.0)
     codes = torch.clamp(blocks * scales.unsqueeze(-1).unsqueeze(-3), limits.min, limits.max).to(kind)
     return Coded(codes.reshape(w.shape), 1.0 / scales, "fp8", w.dtype)
-
-
-def nf4_strands(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Forms of codes and scales for a stack of experts [E, N, K]; None: it does not fall into blocks."""
-    experts, rows, columns = shape
-    if columns % 2 or rows * columns % NF4_BLOCK:
-        return None
-    return (experts, rows, columns // 2), (experts, 1, rows * columns // NF4_BLOCK)
 
 
 def quantization_of(model: nn.Module) -> dict[str, Any] | None:

@@ -19,6 +19,3 @@ def check_dtype(dtype: Any) -> None:
     """Raises: MegatrainError: neither None nor a torch.dtype of floating point."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise MegatrainError(f"dtype={dtype!r}: give a torch.dtype, such as torch.bfloat16")
-
-
-__all__ = ["MegatrainError", "check_count", "check_dtype"]

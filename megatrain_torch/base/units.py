@@ -231,11 +231,6 @@ def cut(params: Params, experts: int, kinds: list[torch.dtype], begins: list[int
     return found
 
 
-def slots_of(params: Params, experts: int, kinds: list[torch.dtype]) -> tuple[int, ...]:
-    """Bytes of a slot for each cut; (): it is fetched at once."""
-    return tuple(c.bytes for c in cut(params, experts, kinds, [0] * len(params)) or ())
-
-
 def usual_experts(params: Params) -> int:
     """Experts fetched at a time: as many as make GROUP_BYTES of 16 bits, a power of two; 0: none are cut."""
     most = max([stack_of(name, p)[1] // max(1, p.shape[0]) for name, p in params if p.dim() > 2], default=0)

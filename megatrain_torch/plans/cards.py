@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 GIB = 2**30
-MEASURED, SHEETS = "measured by megatrain doctor", "from data sheets, not measured"     # sources
 
 # Between GPUs, of two H200 (NVLink 4, NCCL 2.28): 1 GiB is all-reduced at 321 GB/s, where 450 are on the data sheet.
 NVLINK_REACHED = 0.7
@@ -60,7 +59,7 @@ def _like_h200(name: str, vram: float, host: int, gemm: tuple[float, float], att
         "name": name, "vram_bytes": int(vram * GIB), "vram_overhead_bytes": int(taken * GIB), "host_bytes": host * GIB,
         "gemm": tuple((n, w, round(min(rate * by, top), 1)) for n, w, rate in _H200_GEMM),
         "attention": tuple((s, round(f * attention, 1), round(b * attention, 1)) for s, f, b in _H200_ATTENTION),
-        "source": SHEETS} | rates
+        "source": "from data sheets, not measured"} | rates
 
 
 # A host: GiB; AdamW's 10**9 parameters/s on one thread and on all; beside AdamW copies reach such a share of the link.
@@ -71,7 +70,7 @@ _HOSTS = {"desk-ddr4": (62, ((1, 0.8), (16, 1.8)), 0.5), "desk": (62, ((1, 1.0),
 
 def _by_sheet(name: str, vram: float, taken: float, tflops: float, gbps: float, link: float, host: str, share: float,
               **rates: Any) -> dict[str, Any]:
-    """A card by its published figures, see _SHEETS. Small products reach more of a small card's peak than of the
+    """A card by its published figures, see CARDS. Small products reach more of a small card's peak than of the
     H200's, which launches cost more: twice its curve, up to `share` of the peak."""
     (gib, adam, busy), of_h200, link = _HOSTS[host], tflops / _H200_TFLOPS, link * PCIE_REACHED
     hbm = gbps * (0.82 if gbps > 1500 and "rtx" not in name else 0.89)
@@ -83,29 +82,6 @@ def _by_sheet(name: str, vram: float, taken: float, tflops: float, gbps: float, 
 
 
 _OLDER = {"fp8_gain": 0.0}      # tensor cores below compute capability 8.9 multiply no codes of 8 bits
-# GiB that the driver gives, and of them taken by it and libraries; 10**12 operations/s of dense bf16 products with fp32
-# sums, without sparsity (V100, T4: fp16); GB/s of its memory, and one way of its link; host; the share of operations
-# that products are taken to reach, less where the power limit is low.
-_SHEETS = (
-    _by_sheet("rtx3060-12g", 11.6, 0.6, 25.5, 360.0, PCIE[4], "desk-ddr4", 0.9, **_OLDER),
-    _by_sheet("rtx4080", 15.6, 0.6, 97.5, 716.8, PCIE[4], "desk", 0.9),
-    _by_sheet("t4", 14.6, 0.4, 65.0, 320.0, PCIE[3], "cloud", 0.5, **_OLDER),           # 70 W
-    _by_sheet("l4", 22.0, 0.5, 121.0, 300.0, PCIE[4], "cloud", 0.5),                    # 72 W
-    _by_sheet("a10", 22.0, 0.5, 125.0, 600.0, PCIE[4], "cloud", 0.6, **_OLDER),         # 150 W
-    _by_sheet("v100-16g", 15.7, 0.5, 125.0, 900.0, PCIE[3], "server", 0.75, **_OLDER),
-    _by_sheet("v100-32g", 31.7, 0.5, 125.0, 900.0, PCIE[3], "server", 0.75, **_OLDER),
-    _by_sheet("a6000", 47.4, 0.6, 154.8, 768.0, PCIE[4], "desk", 0.8, **_OLDER),
-    _by_sheet("rtx6000-ada", 47.4, 0.6, 364.2, 960.0, PCIE[4], "desk", 0.75),
-    _by_sheet("rtx-pro-6000", 94.9, 0.7, 503.8, 1792.0, PCIE[5], "desk", 0.75),
-    _by_sheet("l40s", 44.4, 0.6, 362.05, 864.0, PCIE[4], "server", 0.7),
-    _by_sheet("a100-40g", 39.4, 0.6, 312.0, 1555.0, PCIE[4], "server", 0.8, **_OLDER),
-    _by_sheet("h100-pcie", 79.1, 0.7, 756.0, 2000.0, PCIE[5], "server", 0.7),
-    # GB10 (DGX Spark): a Blackwell GPU and 20 Arm cores on one memory of 128 GB, 273 GB/s (data sheet), of which the
-    # system shows 119 GiB. It is parted into two, and copies between the parts read and write the same memory. 31
-    # TFLOP/s of fp32 are published; of bf16 twice that with fp32 sums is taken, as GeForce cards of its kind have.
-    _by_sheet("gb10", 59.0, 0.5, 62.0, 273.0, 0.0, "arm", 0.9)
-    | {"h2d_gbps": 100.0, "d2h_gbps": 100.0, "both_gbps": 50.0, "busy_gbps": 40.0, "one_memory": True},
-)
 
 CARDS: tuple[dict[str, Any], ...] = (
     _H200,
@@ -143,7 +119,27 @@ CARDS: tuple[dict[str, Any], ...] = (
     _like_h200("b200-2t", 179, 2000, (2.27, 1690.0), 1.8, hbm_gbps=6500.0, device_adam_gparams=235.0,
                adam_gparams=((1, 0.70), (64, 9.0)), add_gparams=14.0, whole_gbps=0.0,
                exchange_gbps=NVLINK_REACHED * 900),
-    *_SHEETS,
+    # By their sheets: GiB that the driver gives, and of them taken by it and libraries; 10**12 operations/s of dense
+    # bf16 products with fp32 sums, without sparsity (V100, T4: fp16); GB/s of its memory, and one way of its link;
+    # host; the share of operations that products are taken to reach, less where the power limit is low.
+    _by_sheet("rtx3060-12g", 11.6, 0.6, 25.5, 360.0, PCIE[4], "desk-ddr4", 0.9, **_OLDER),
+    _by_sheet("rtx4080", 15.6, 0.6, 97.5, 716.8, PCIE[4], "desk", 0.9),
+    _by_sheet("t4", 14.6, 0.4, 65.0, 320.0, PCIE[3], "cloud", 0.5, **_OLDER),           # 70 W
+    _by_sheet("l4", 22.0, 0.5, 121.0, 300.0, PCIE[4], "cloud", 0.5),                    # 72 W
+    _by_sheet("a10", 22.0, 0.5, 125.0, 600.0, PCIE[4], "cloud", 0.6, **_OLDER),         # 150 W
+    _by_sheet("v100-16g", 15.7, 0.5, 125.0, 900.0, PCIE[3], "server", 0.75, **_OLDER),
+    _by_sheet("v100-32g", 31.7, 0.5, 125.0, 900.0, PCIE[3], "server", 0.75, **_OLDER),
+    _by_sheet("a6000", 47.4, 0.6, 154.8, 768.0, PCIE[4], "desk", 0.8, **_OLDER),
+    _by_sheet("rtx6000-ada", 47.4, 0.6, 364.2, 960.0, PCIE[4], "desk", 0.75),
+    _by_sheet("rtx-pro-6000", 94.9, 0.7, 503.8, 1792.0, PCIE[5], "desk", 0.75),
+    _by_sheet("l40s", 44.4, 0.6, 362.05, 864.0, PCIE[4], "server", 0.7),
+    _by_sheet("a100-40g", 39.4, 0.6, 312.0, 1555.0, PCIE[4], "server", 0.8, **_OLDER),
+    _by_sheet("h100-pcie", 79.1, 0.7, 756.0, 2000.0, PCIE[5], "server", 0.7),
+    # GB10 (DGX Spark): a Blackwell GPU and 20 Arm cores on one memory of 128 GB, 273 GB/s (data sheet), of which the
+    # system shows 119 GiB. It is parted into two, and copies between the parts read and write the same memory. 31
+    # TFLOP/s of fp32 are published; of bf16 twice that with fp32 sums is taken, as GeForce cards of its kind have.
+    _by_sheet("gb10", 59.0, 0.5, 62.0, 273.0, 0.0, "arm", 0.9)
+    | {"h2d_gbps": 100.0, "d2h_gbps": 100.0, "both_gbps": 50.0, "busy_gbps": 40.0, "one_memory": True},
     # The CPU device, for trying things: "device" memory is host memory.
     {"name": "cpu", "device": "cpu", "vram_bytes": 8 * GIB, "vram_overhead_bytes": 0, "host_bytes": 8 * GIB,
      "host_overhead_bytes": GIB // 2, "gemm": ((64, 256, 0.05), (64, 4096, 0.08), (4096, 256, 0.08), (4096, 4096, 0.1)),

@@ -37,7 +37,6 @@ from ..figures.report import as_text
 from ..fused.templates.attention import Attention
 from ..group.ranks import Ranks
 from ..store.disk import Disk
-from .cards import MEASURED
 from .machine import Machine, describe, store_path
 from .tally import ADDED_BYTES, MORE_BYTES, host_rate
 
@@ -144,12 +143,6 @@ def _stream_gbps(sizes: Sizes, device: torch.device) -> float:
     return 2 * sizes.stream_bytes / timed(lambda: torch.mul(a, 0.5, out=b), sizes.least_s) / 1e9
 
 
-def _launch_us(device: torch.device, least_s: float) -> float:
-    """Host time of one small operation, while the device follows."""
-    x = torch.zeros(16, device=device)
-    return timed(lambda: torch.add(x, x, out=x), least_s) * 1e6
-
-
 # ---- copies and AdamW ----------------------------------------------------------------------------
 
 class Copies:
@@ -201,27 +194,21 @@ class Planes:
     def __init__(self, n: int, weight: str, grad: str, states: str = "fp32", shared: bool = False) -> None:
         """shared: in memory as several processes have it together."""
         self.n, self.types, self.states = n, (_core.DTYPES[weight], _core.DTYPES[grad]), _core.STATES[states]
-        threads = cpus()
+        fd = _core.share() if shared else -1
+        engine = _core.Engine("cpu", threads=cpus(), share=fd)
         if shared:
-            fd = _core.share()
-            engine = _core.Engine("cpu", 0, threads, 0, 0, share=fd, rank=0, ranks=1)
             os.close(fd)
-        else:
-            engine = _core.Engine("cpu", threads=threads)
         engine.add_unit("doctor", [self.types[0]], [n], [True])
         engine.set_states(0, self.states)
-
-        def plane(name: str, dtype: torch.dtype) -> torch.Tensor:
-            return torch.from_numpy(engine.plane(0, 0, _core.PLANES[name])).view(dtype)
-
-        self.hi = plane("HI", TORCH[weight]).uniform_(-0.05, 0.05)
-        low = LOW_BYTES[states] if weight == "BF16" else 0
-        self.lo = plane("LO", torch.int16 if low == 2 else torch.int8) if low else None
-        self.master = plane("MASTER", torch.float32).copy_(self.hi) if weight == "F16" else None
-        self.grad = plane("GRAD" if grad == weight else "ACC", TORCH[grad]).uniform_(-1e-3, 1e-3)
-        moments = (torch.float32, torch.float32) if states == "fp32" else (torch.int8, torch.uint8)
-        self.m, self.v = plane("M", moments[0]), plane("V", moments[1])
-        self.scale = plane("SCALE", torch.float32) if states != "fp32" else None
+        there = {"HI": True, "LO": weight == "BF16" and LOW_BYTES[states] > 0, "MASTER": weight == "F16", "M": True,
+                 "V": True, "GRAD" if grad == weight else "ACC": True, "SCALE": states != "fp32"}
+        self.planes = [torch.from_numpy(engine.plane(0, 0, _core.PLANES[name])) if on else None
+                       for name, on in there.items()]        # in the order of adam_step's addresses
+        hi, _, master, _, _, gradient, _ = self.planes
+        hi.view(TORCH[weight]).uniform_(-0.05, 0.05)
+        gradient.view(TORCH[grad]).uniform_(-1e-3, 1e-3)
+        if master is not None:
+            master.view(torch.float32).copy_(hi.view(TORCH[weight]))
 
     def update(self, threads: int) -> None:
         """AdamW on the host, by its best instruction set."""
@@ -229,11 +216,9 @@ class Planes:
 
     def tensors(self, step: int) -> list[tuple]:
         """The tuple that `_core.adam_step` takes."""
-        planes = (self.hi, self.lo, self.master, self.m, self.v, self.grad)
-        addresses = [0 if p is None else p.data_ptr() for p in planes]
+        *addresses, scale = (0 if p is None else p.data_ptr() for p in self.planes)
         weight, grad = self.types
-        return [(weight, self.n, *addresses, grad, 1e-5, 0.9, 0.999, 1e-8, 0.1, step, 0, self.states,
-                 0 if self.scale is None else self.scale.data_ptr(), 0)]
+        return [(weight, self.n, *addresses, grad, 1e-5, 0.9, 0.999, 1e-8, 0.1, step, 0, self.states, scale, 0)]
 
 
 def _beside(sizes: Sizes, device: torch.device, threads: int) -> tuple[float, float]:
@@ -282,8 +267,10 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
                                            for w in sizes.widths for n in sizes.tokens),
                              "fp8_gain": fp8_gain(*sizes.coded, device, sizes.least_s)}
     say("attention, elementwise kernels, launches")
+    small = torch.zeros(16, device=device)
     rates |= {"attention": tuple(_attention_at(seq, sizes, device) for seq in sizes.sequences),
-              "hbm_gbps": _stream_gbps(sizes, device), "launch_us": _launch_us(device, sizes.least_s)}
+              "hbm_gbps": _stream_gbps(sizes, device),
+              "launch_us": timed(lambda: torch.add(small, small, out=small), sizes.least_s) * 1e6}    # of the host
     # By now the libraries of products and attention are loaded.
     rss = resident_bytes() + (TRAINING_BYTES if cuda else 0)
     say("copies")
@@ -314,8 +301,8 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
         rates |= {f"disk_{way}_gbps": found[way] / 1e9 for way in ("read", "write", "both")}
     versions = {"torch": torch.__version__, "cuda": str(torch.version.cuda), "megatrain_torch": _core.__version__}
     return Machine(torch.cuda.get_device_name(device) if cuda else "cpu", device.type, vram // 2 if one else vram,
-                   taken, host // 2 if one else host, rss, **rates, source=MEASURED, one_memory=one,
-                   versions=versions)
+                   taken, host // 2 if one else host, rss, **rates, source="measured by megatrain doctor",
+                   one_memory=one, versions=versions)
 
 
 def report(machine: Machine) -> str:

@@ -58,14 +58,12 @@ class Machine:
 
     Attributes:
         name, source: what it is; where the figures come from.
-        device: "cuda" or "cpu".
-        vram_bytes: memory of the device. vram_overhead_bytes: of it, what the driver and libraries take.
-        host_bytes: memory this process may use (cgroup limits counted in). host_overhead_bytes: of it, what
-            Python, torch and the driver take.
-        gemm: (tokens, width, TFLOP/s) of products [tokens, a] x [a, b] with sqrt(a*b) = width. Forward and both
-            backward products are counted together. A full grid, widths and tokens ascending.
-        attention: (sequence, forward, backward TFLOP/s) of causal attention; a causal triangle's
-            operations are counted, not a square's.
+        device: "cuda" or "cpu". vram_bytes: its memory. vram_overhead_bytes: of it, what the driver and libraries take.
+        host_bytes: memory this process may use, by its cgroups too. host_overhead_bytes: of it, what Python, torch and
+            the driver take.
+        gemm: (tokens, width, TFLOP/s) of products [tokens, a] x [a, b] with sqrt(a*b) = width, forward and both of
+            backward together. A full grid, widths and tokens ascending.
+        attention: (sequence, forward, backward TFLOP/s) of causal attention: operations are a triangle's.
         hbm_gbps: read plus written by elementwise kernels.
         h2d_gbps, d2h_gbps: copies alone; both_gbps: each way while both run; busy_gbps: each way while
             AdamW runs on the host. beside_gparams: 10**9 parameters/s of AdamW meanwhile; 0: by TAKEN.
@@ -172,12 +170,10 @@ class Machine:
     def with_limits(self, vram: int | None, host: int | None) -> Machine:
         """The same machine with less memory; a limit above what it has changes nothing. A description's host is
         anybody's, unless it is one memory with the device: it has what is said."""
-        first, *changes = self.name.split(",")
-        anybodys = self.device == "cuda" and not self.one_memory and _described(first) and not any(
-            "host=" in c for c in changes)
-        return dataclasses.replace(self, vram_bytes=min(self.vram_bytes, vram or self.vram_bytes),
-                                   host_bytes=(host or self.host_bytes) if anybodys
-                                   else min(self.host_bytes, host or self.host_bytes))
+        first, _, changes = self.name.partition(",")
+        anybodys = self.device == "cuda" and not self.one_memory and _described(first) and "host=" not in changes
+        vram, host = min(self.vram_bytes, vram or self.vram_bytes), host or self.host_bytes
+        return dataclasses.replace(self, vram_bytes=vram, host_bytes=host if anybodys else min(self.host_bytes, host))
 
     # ---- as text ----
 
@@ -214,8 +210,7 @@ class Machine:
             raise MegatrainError(f"machine {first!r}: no such description and no such file"
                                  + "".join(f"; did you mean {name!r}?" for name in near)
                                  + f"; known: {', '.join(MACHINES)}")
-        changed = dict(_change(c) for c in changes)
-        return dataclasses.replace(machine, name=text.strip(), **changed) if changed else machine
+        return dataclasses.replace(machine, name=text.strip(), **dict(map(_change, changes))) if changes else machine
 
     @staticmethod
     def known() -> dict[str, Machine]:
@@ -276,7 +271,6 @@ def _of_file(path: Path) -> Machine:
         raise MegatrainError(f"{path}: {why}") from None
 
 
-_ASCENDING = ("attention", "adam_gparams")      # tables whose rows come in the order of their first number, all others
 _MAY_BE_ZERO = ("beside_gparams", "vram_overhead_bytes", "host_overhead_bytes", "whole_gbps", "host_gbps",
                 "exchange_gbps", "fp8_gain", "communicator_bytes", "shared_gparams")
 
@@ -304,8 +298,9 @@ def _from_dict(fields: dict[str, Any]) -> Machine:
         value = getattr(machine, name)
         good = _fits(kind, value, name in _MAY_BE_ZERO) and (name != "device" or value in ("cuda", "cpu"))
         if good and isinstance(value, tuple):
-            good = (bool(value) or name == "adam8_gparams") and (
-                name not in _ASCENDING or all(a[0] < b[0] for a, b in itertools.pairwise(value)))
+            good = bool(value) or name == "adam8_gparams"
+        if good and name in ("attention", "adam_gparams"):       # read in the order of their rows' first numbers
+            good = all(a[0] < b[0] for a, b in itertools.pairwise(value))
         if not good:
             raise ValueError(f"{name}={shown(value)}")
     return machine
@@ -316,10 +311,8 @@ def _from_dict(fields: dict[str, Any]) -> Machine:
 @functools.lru_cache(8)
 def _grid(points: tuple[tuple[int, int, float], ...]) -> list[tuple[float, list[tuple[float, float]]]]:
     """[(width, [(tokens, rate)])], both ascending."""
-    rows: dict[int, list[tuple[float, float]]] = {}
-    for tokens, width, rate in sorted(points):
-        rows.setdefault(width, []).append((float(tokens), rate))
-    return sorted((float(w), row) for w, row in rows.items())
+    rows = itertools.groupby(sorted((w, n, rate) for n, w, rate in points), key=lambda point: point[0])
+    return [(float(width), [(float(n), rate) for _, n, rate in row]) for width, row in rows]
 
 
 def _along(points: list[tuple[float, float]], x: float) -> float:
@@ -337,8 +330,7 @@ def _along(points: list[tuple[float, float]], x: float) -> float:
 
 def store_path() -> Path:
     """Where `megatrain doctor` writes and plans look: $MEGATRAIN_MACHINE, or a file in ~/.cache."""
-    named = os.environ.get("MEGATRAIN_MACHINE")
-    return Path(named) if named else Path.home() / ".cache" / "megatrain" / "machine.json"
+    return Path(os.environ.get("MEGATRAIN_MACHINE") or Path.home() / ".cache/megatrain/machine.json")
 
 
 def resolve(machine: Machine | str | None) -> Machine:

@@ -24,10 +24,10 @@ from ..base.modes import check_layers, inner, master_bytes, moment_bytes
 from ..base.units import (
     ADAPTER,
     ALIGN,
+    cut,
     find,
     group,
     output_embeddings,
-    slots_of,
     stored_dtype,
     usual_experts,
     weight_bytes,
@@ -245,8 +245,9 @@ def shaped(config: Any, base: str | None, layers: int | None = None, dtype: torc
 def unit_bytes(name: str, own: list[tuple[str, nn.Parameter]], dtype: torch.dtype | None,
                states: str = "fp32", align: int = ALIGN, experts: int = 0) -> Unit:
     """Bytes of a unit. states: AdamW's. align: as weight_bytes. experts: of a stack, at a time; 0: all."""
-    fetched = slots_of(own, experts, [stored_dtype(p, dtype) for _, p in own]) if experts else ()
-    kinds = [(p.numel(), stored_dtype(p, dtype)) for _, p in own if p.requires_grad]
+    types = [stored_dtype(p, dtype) for _, p in own]
+    fetched = tuple(c.bytes for c in cut(own, experts, types, [0] * len(own)) or ())
+    kinds = [(p.numel(), kind) for (_, p), kind in zip(own, types) if p.requires_grad]
     return Unit(name, sum(map(elements, {owner_of(p) for _, p in own})), weight_bytes(own, dtype, align),
                 sum([n for n, _ in kinds]), sum([n * kind.itemsize for n, kind in kinds]),
                 sum([n * master_bytes(states, kind) for n, kind in kinds]),

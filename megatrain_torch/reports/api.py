@@ -23,20 +23,8 @@ from .. import _core
 from ..base.errors import MegatrainError
 from ..base.limits import host_limits, show_bytes
 from ..base.modes import GRADS, HOMES, MODES, PRODUCTS, SHOWN
-from ..figures.report import (
-    COUNTED,
-    Shown,
-    Slice,
-    StepReport,
-    Table,
-    Tier,
-    as_text,
-    by_lane,
-    bytes_table,
-    chrome_trace,
-    draw_lanes,
-    measure,
-)
+from ..figures import report
+from ..figures.report import Shown, Slice, StepReport, Table, Tier, as_text
 from ..graph.door import UNTRACED
 from ..model.runtime import runtime_of
 from ..optim.states import master
@@ -70,7 +58,7 @@ def last_step(model: nn.Module) -> StepReport:
     return StepReport(now - before, diff["h2d_bytes"], diff["d2h_bytes"], diff["fetches"], diff["demand_fetches"],
                       diff["await_ns"] * 1e-9, rt.core.host_bytes(),
                       {"host update": diff["update_ns"] * 1e-9, "disk update": diff["disk_update_ns"] * 1e-9},
-                      **{k: diff[k] for k in (*COUNTED, "disk_read_bytes", "disk_written_bytes")})
+                      **{k: diff[k] for k in (*report.COUNTED, "disk_read_bytes", "disk_written_bytes")})
 
 
 def explain(model: nn.Module) -> str:
@@ -116,7 +104,7 @@ class Storage(Shown):
         return f"{self.model}: units at home " + ", ".join(f"in {home} {n}" for home, n in self.homes.items())
 
     def _tables(self) -> list[Table]:
-        return [bytes_table(*tier) for tier in self.tiers]
+        return [report.bytes_table(*tier) for tier in self.tiers]
 
 
 def storage(model: nn.Module) -> Storage:
@@ -336,7 +324,7 @@ class Trace:
         return out
 
     def _backward_begins(self, window: Window) -> None:
-        if self._rt is not None and self._rt.trace is self and self._open is not window:
+        if self._rt is not None and self._open is not window:
             self.handed_over()
             self._open = window
             self._begin(window, "backward")
@@ -349,7 +337,7 @@ class Trace:
 
     def finish(self) -> None:
         """Ends the last step here, and waits until all that was asked for so far is over."""
-        if self._rt is None or self._rt.trace is not self:
+        if self._rt is None:
             return
         self._mark(True)
         self._rt.drain()
@@ -364,9 +352,8 @@ class Trace:
         if rt is None:
             return
         self._hook.remove()
-        if rt.trace is self:
-            rt.trace = UNTRACED
-            rt.core.trace(False)
+        rt.trace = UNTRACED
+        rt.core.trace(False)
 
     # ---- what there is ----
 
@@ -374,7 +361,7 @@ class Trace:
         """Takes the records that are over by now."""
         with self._lock:
             rt = self._rt
-            if rt is None or rt.trace is not self:
+            if rt is None:
                 return
             self._host_bytes, records, lost = rt.core.host_bytes(), rt.core.timeline(), rt.core.stats()["records_lost"]
             if lost > self._lost or len(self._slices) + len(records) > KEPT:
@@ -388,7 +375,7 @@ class Trace:
 
     def _lanes(self, since: int = 0) -> dict[str, list[Slice]]:
         with self._lock:
-            lanes = by_lane([s for s in self._slices if s.end > since])
+            lanes = report.by_lane([s for s in self._slices if s.end > since])
         if "compute" in lanes:
             lanes["compute"] = _joined(lanes["compute"], sorted(self._marks.values()))
         return lanes
@@ -417,8 +404,8 @@ class Trace:
         self._collect()
         marks = [mark for mark in self._between_steps().items() if mark[1] >= self._whole_from][-(last + 1):]
         lanes = self._lanes(marks[0][1]) if marks else {}
-        return [measure(lanes, begin, end, {k: v - self._counted[a][k] for k, v in self._counted[b].items()},
-                        self._host_bytes) for (a, begin), (b, end) in pairwise(marks)]
+        return [report.measure(lanes, begin, end, {k: v - self._counted[a][k] for k, v in self._counted[b].items()},
+                               self._host_bytes) for (a, begin), (b, end) in pairwise(marks)]
 
     def _between_steps(self) -> dict[int, int]:
         """The marks that steps lie between, by number, and when compute came by them."""
@@ -426,7 +413,7 @@ class Trace:
 
     def chrome(self, path: str | Path) -> None:
         """Writes all slices as a Chrome trace, JSON, for https://ui.perfetto.dev or chrome://tracing."""
-        Path(path).write_text(json.dumps(chrome_trace(self.slices(), [*self._between_steps().values()])))
+        Path(path).write_text(json.dumps(report.chrome_trace(self.slices(), [*self._between_steps().values()])))
 
     def picture(self, path: str | Path | BinaryIO, steps: int = PICTURED) -> None:
         """Draws the last finished steps, lanes against time; .png, .svg or .pdf; PNG into an open file.
@@ -438,16 +425,14 @@ class Trace:
         marks = [*self._between_steps().values()][-(steps + 1):]
         if len(marks) < 2:
             raise MegatrainError("no step is finished yet: leave the `with` first, or train another step")
-        draw_lanes(path, slices, marks, self.steps(1)[0].why)
+        report.draw_lanes(path, slices, marks, self.steps(1)[0].why)
 
     def _repr_png_(self) -> bytes | None:
         """The picture, for notebooks; None where there is none to draw."""
         drawn = io.BytesIO()
-        try:
+        with contextlib.suppress(MegatrainError):
             self.picture(drawn)
-        except MegatrainError:
-            return None
-        return drawn.getvalue()
+        return drawn.getvalue() or None
 
 
 def _joined(compute: list[Slice], marks: list[int]) -> list[Slice]:

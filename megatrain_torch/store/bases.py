@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base import patches
-from ..base.codes import FP8_BLOCK, NF4_BLOCK, Coded, coded, nf4_strands, to_fp8
+from ..base.codes import FP8_BLOCK, NF4_BLOCK, Coded, coded, to_fp8
 from ..base.errors import MegatrainError
 from ..base.units import output_embeddings
 from ..ops import nf4_codes
@@ -191,18 +191,18 @@ def _keepers(tf: Any, base: str) -> Attributes:
 
 
 def _nf4(name: str, w: Tensor) -> nn.Parameter | None:
-    """A stack of experts as codes, each of them as bitsandbytes quantises it; None: it is none, or is that already."""
-    stacked = "expert" in name and w.is_floating_point() and not isinstance(w, Coded)
-    if not stacked or w.dim() != 3 or (forms := nf4_strands(w.shape)) is None:
+    """A stack of experts as codes, each of them as bitsandbytes quantises it; None: it is none, or is that already, or
+    does not fall into blocks."""
+    if "expert" not in name or not w.is_floating_point() or isinstance(w, Coded) or w.dim() != 3:
         return None
-    codes, scales = (torch.empty(form, dtype=kind, device=w.device) for form, kind in
-                     zip(forms, (torch.uint8, torch.float32)))
-    if not w.is_meta:
-        quantize = importlib.import_module("bitsandbytes.functional").quantize_4bit
-        for expert, own, scale in zip(w.detach(), codes, scales):
-            made, state = quantize(expert, blocksize=NF4_BLOCK, compress_statistics=False, quant_type="nf4")
-            own.copy_(made.view(own.shape))
-            scale.copy_(state.absmax.view(scale.shape))
+    experts, rows, columns = w.shape
+    if columns % 2 or rows * columns % NF4_BLOCK:
+        return None
+    codes = torch.empty(experts, rows, columns // 2, dtype=torch.uint8, device=w.device)
+    scales = torch.empty(experts, 1, rows * columns // NF4_BLOCK, dtype=torch.float32, device=w.device)
+    for expert, own, scale in () if w.is_meta else zip(w.detach(), codes, scales):
+        for to, made in zip((own, scale), nf4_codes(expert.contiguous(), NF4_BLOCK)):
+            to.copy_(made.view(to.shape))
     return nn.Parameter(Coded(codes, scales, "nf4", w.dtype), requires_grad=False)
 
 
