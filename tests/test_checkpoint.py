@@ -303,7 +303,7 @@ def test_states_of_another_optimizer_are_the_files_own_until_they_are_loaded(tmp
     """No copy of them is made to look at a checkpoint, and one to load it."""
     mt.save(*stepped(torch.optim.AdamW), tmp_path / "c")
     maps, file = Path("/proc/self/maps"), str(tmp_path / "c" / parts.TRAINING)
-    found = manifest.Checkpoint.open(tmp_path / "c")
+    found = manifest.Checkpoint(tmp_path / "c")
     assert file in maps.read_text()
     del found
     pair = stepped(torch.optim.AdamW, steps=0)

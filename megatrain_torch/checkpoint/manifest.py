@@ -25,13 +25,12 @@ import os
 import random
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -244,43 +243,35 @@ def recover(folder: Path) -> None:
 
 # ---- what its files have --------------------------------------------------------------------------
 
-@dataclass
 class Checkpoint:
-    """A folder, its manifest's body, what its files of tensors have, and what training.pt has, which lies `where`."""
+    """A folder, its manifest's body, what its files of tensors have, and what training.pt has, which lies `where`. All
+    that is in it is checked but the tensors' bytes."""
 
-    folder: Path
-    body: dict[str, Any]
-    where: str
-    training: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, Stored] = field(default_factory=dict)
-    states: dict[str, Stored] = field(default_factory=dict)
-
-    @staticmethod
-    def open(folder: Path) -> Checkpoint:
-        """All that is in it is checked but the tensors' bytes."""
+    def __init__(self, folder: Path) -> None:
         recover(folder)
+        self.folder, self.body, self.where = folder, read(folder), str(folder / TRAINING)
+        self.tensors: dict[str, Stored] = {}
+        self.states: dict[str, Stored] = {}
         where = str(folder / NAME)
-        found = Checkpoint(folder, read(folder), str(folder / TRAINING))
         with adding(BROKEN):
-            _check_body(found.body, where)
-            for name, about in found.body["files"].items():
+            _check_body(self.body, where)
+            for name, about in self.body["files"].items():
                 path = inside(folder, name)
                 size = path.stat().st_size if path.is_file() else None
                 if size != about["bytes"]:
                     raise MegatrainError(f"{path} {'is missing' if size is None else f'has {size} bytes'}, and "
                                          f"{about['bytes']} were written")
                 if name.endswith(".safetensors"):
-                    mine, there = found.states if name.startswith("states") else found.tensors, listed(path)
+                    mine, there = self.states if name.startswith("states") else self.tensors, listed(path)
                     if twice := sorted(there.keys() & mine.keys()):
                         raise MegatrainError(f"{path} has {shown(twice[0])}, which is in {mine[twice[0]].file} too")
                     mine.update(there)
-            for name, about in found.body["parameters"].items():
-                _check_stored(found.tensors, name, DTYPES[about["dtype"]], tuple(about["shape"]), where)
+            for name, about in self.body["parameters"].items():
+                _check_stored(self.tensors, name, DTYPES[about["dtype"]], tuple(about["shape"]), where)
                 if "step" in about:
-                    _check_states(found.body, name, found.states, where)
-            found.compare(TRAINING)
-            found.training = training_of(found.where, found.body["optimizer"] is not None)
-        return found
+                    _check_states(self.body, name, self.states, where)
+            self.compare(TRAINING)
+            self.training = training_of(self.where, self.body["optimizer"] is not None)
 
     def verify(self, part: int, parts: int) -> None:
         """Reads everything, before anything is changed; of files of tensors one of so many parts."""
@@ -290,8 +281,6 @@ class Checkpoint:
                     continue
                 if "sums" not in about:
                     self.compare(name)
-                elif parts == 1:
-                    self.read(name, [])
                 elif blocks := range(part, -(-about["bytes"] // BLOCK), parts):
                     memory = torch.empty(len(blocks), dtype=torch.uint8)         # a byte of each: so it is compared
                     self.read(name, [(b * BLOCK, memory.data_ptr() + i, 1, -1) for i, b in enumerate(blocks)])
@@ -439,12 +428,10 @@ def training_of(where: str, has_optimizer: bool) -> dict[str, Any]:
 
 def random_states() -> dict[str, Any]:
     """Of Python, NumPy, torch on the CPU, and on each CUDA device that was used."""
-    numpy = sys.modules.get("numpy")
     version, words, gauss = random.getstate()
-    found: dict[str, Any] = {"python": [version, list(words), gauss], "torch": torch.get_rng_state()}
-    if numpy is not None:
-        name, keys, *rest = numpy.random.get_state()
-        found["numpy"] = [name, keys.tolist(), *rest]
+    name, keys, *rest = numpy.random.get_state()
+    found: dict[str, Any] = {"python": [version, list(words), gauss], "torch": torch.get_rng_state(),
+                             "numpy": [name, keys.tolist(), *rest]}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         found["cuda"] = torch.cuda.get_rng_state_all()
     return found
@@ -452,15 +439,13 @@ def random_states() -> dict[str, Any]:
 
 def set_random_states(states: dict[str, Any], trial: bool = False) -> None:
     """trial: on generators of their own, each of which raises what it likes for what is no state."""
-    python, torchs = (random.Random(), torch.Generator()) if trial else (random, torch.default_generator)
-    numpy = sys.modules.get("numpy")
+    python, torchs, numpys = (random.Random(), torch.Generator(), numpy.random.RandomState()) if trial else \
+        (random, torch.default_generator, numpy.random)
     version, words, gauss = states["python"]
     python.setstate((version, tuple(words), gauss))
     torchs.set_state(states["torch"])
-    if "numpy" in states and numpy is not None:
-        name, keys, *rest = states["numpy"]
-        numpys = numpy.random.RandomState() if trial else numpy.random
-        numpys.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
+    name, keys, *rest = states["numpy"]
+    numpys.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
     cuda = states.get("cuda", [])
     if not all(isinstance(t, Tensor) and t.dtype == torch.uint8 for t in cuda):
         raise TypeError("cuda: states of bytes are needed")

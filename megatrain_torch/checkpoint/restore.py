@@ -27,7 +27,7 @@ from ..group.control import calling
 from ..group.ranks import as_one
 from ..model.runtime import runtime_of
 from ..optim.adamw import AdamW
-from ..optim.states import CODES, MOMENTS, load_moments, set_master
+from ..optim.states import CODES, MOMENTS, load_moments, master_plane, set_master
 from ..store.records import Record
 from ..store.tensorfiles import DTYPES, Stored
 from . import manifest, parts
@@ -67,7 +67,7 @@ def inspect_checkpoint(folder: str | Path) -> CheckpointInfo:
     Raises:
         MegatrainError: a file is missing or cut short, or it is no checkpoint; the message names the file.
     """
-    source = Checkpoint.open(Path(os.path.abspath(folder)))
+    source = Checkpoint(Path(os.path.abspath(folder)))
     return CheckpointInfo(source.body["states"], source.training["extra"],
                           frozenset({*source.body["files"], manifest.NAME}), source.body)
 
@@ -155,7 +155,7 @@ class _Loading:
     def __init__(self, rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, folder: Path) -> None:
         """Reads what is small of the checkpoint, which is whole."""
         self.rt, self.model, self.opt, self.ours = rt, model, opt, isinstance(opt, AdamW)
-        self.source, self.names = Checkpoint.open(folder), names_of(model)
+        self.source, self.names = Checkpoint(folder), names_of(model)
         self.body, self.saved = self.source.body, self.source.body["parameters"]
         self.training, self.where = self.source.training, self.source.where
 
@@ -341,7 +341,7 @@ class _Loading:
         # From other types, or another order in memory: by way of fp32, which all of them fit into.
         weight, rest = reads.fresh(stored), reads.fresh(extra) if master else None
         yield
-        if not weight.is_floating_point() or not (master or record.low_bytes or record.dtype == torch.float16):
+        if not weight.is_floating_point() or not (master or master_plane(record)):
             record.host.copy_(weight)
             record.after_write()
             return

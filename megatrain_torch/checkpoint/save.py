@@ -10,11 +10,10 @@
     manifest.json                          sizes, sums, what belongs to which parameter (manifest.py)
 
 No second copy of the model is made: the engine copies blocks of 4 MiB out of the planes and writes them, unit by unit
-(csrc/io/shards.h); what a unit has on the device or on disk is in host memory until its bytes are copied. What is
-saved is one step's: everything under way ends first, and from then on each unit's next update, and writes from
-outside, wait until its bytes are copied. So asynchronously training goes on while the disk writes, as far ahead as
-`spare` memory allows: with none, the next step's updates wait for the disk; with as much as the checkpoint is large,
-for a copy alone.
+(csrc/io/shards.h); what a unit has on the device or on disk is in host memory until its bytes are copied. What is saved
+is one step's: everything under way ends first, and from then on each unit's next update, and writes from outside, wait
+until its bytes are copied. So asynchronously training goes on while the disk writes, as far ahead as `spare` memory
+allows: with none, the next step's updates wait for the disk; with as much as the checkpoint is large, for a copy alone.
 """
 from __future__ import annotations
 
@@ -241,10 +240,9 @@ class Saving:
             for first in (True, False)[:self._parts]:        # who makes the files, before the others
                 with as_one(self._ranks):
                     if first == (self._part == 0):
-                        rt.core.save_begin([where for where, _ in located], held_by(files), spare, COPIERS, WRITERS,
-                                           self._part, self._parts)
+                        rt.core.save_begin(located, held_by(files), spare, COPIERS, WRITERS, self._part, self._parts)
             rt.saving = self if asynchronous else None   # before its thread is there: start() may be interrupted
-            self._start(asynchronous, rt.core, weakref.ref(rt), draft, parts, files, located)
+            self._start(asynchronous, rt.core, weakref.ref(rt), draft, parts, files)
         except BaseException as e:
             if self._taken.acquire(blocking=False):          # else its thread goes on with it
                 rt.saving = None
@@ -268,8 +266,8 @@ class Saving:
         if not isinstance(self._error, Exception):           # an interruption is the caller's, now
             self.check()
 
-    def _run(self, core: _core.Engine, rt: weakref.ref[Runtime], draft: Any, parts: Parts, files: list[TensorFile],
-             _memory: Any) -> None:
+    def _run(self, core: _core.Engine, rt: weakref.ref[Runtime], draft: Any, parts: Parts, files: list[TensorFile]
+             ) -> None:
         """files: of the parts' those that are to be written."""
         body = parts.body
         try:

@@ -494,10 +494,9 @@ class AdamW(torch.optim.Optimizer):
         index = {id(p): i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
         for p, s in self.state.items():
             if s:
-                below = p._mt.low_bytes or p._mt.dtype == torch.float16
                 number, key = index[id(p)], self._keys[p]        # they differ where it was put into a group
                 out["state"][number] = {**s, "step": plain(s["step"]),
-                                        **({"master": stored.master(p)} if below else {}),
+                                        **({"master": stored.master(p)} if stored.master_plane(p._mt) else {}),
                                         **({"key": key} if key != number else {})}
         return out
 

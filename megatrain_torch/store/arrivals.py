@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,11 +45,9 @@ class Arrivals:
     def handed(self, unit: int) -> None:
         """Gradients of a unit leave its window. Runs in autograd's thread."""
         self._handed.append(unit)
-        for guest in self._due.get(len(self._handed), ()):
-            try:
+        with suppress(torch.OutOfMemoryError):           # step() asks again, when activations are gone
+            for guest in self._due.get(len(self._handed), ()):
                 self._lift(guest)
-            except torch.OutOfMemoryError:               # step() asks again, when activations are gone
-                return
 
     def bring(self, units: Iterable[int]) -> None:
         """step() is about to ask for updates of these units. Raises torch.OutOfMemoryError where states do not fit."""

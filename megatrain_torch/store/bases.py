@@ -33,7 +33,7 @@ def with_base(cls: Any, path: str | Path, base: str, dtype: torch.dtype | None, 
     there is no such base; the checkpoint is quantised in another way; or no weight becomes codes."""
     if "quantization_config" in kwargs:
         raise MegatrainError("base= and quantization_config= both say how weights are quantised: give one of the two")
-    tf = sys.modules.get("transformers") or __import__("transformers")
+    import transformers as tf
     config = tf.AutoConfig.from_pretrained(path)
     check_base(config, path, base)
     settings = expands(config)
@@ -66,14 +66,12 @@ _MMAP_THRESHOLD, _OWN_BYTES, _USUAL_BYTES = -3, 1 << 20, 32 << 20      # mallopt
 def _in_pages_of_their_own() -> Iterator[None]:
     """Meanwhile malloc has each large tensor so, and they go back when it is freed: small ones that stay would hold the
     memory between them."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, _OWN_BYTES)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda name, value: None)        # glibc's
+    mallopt(_MMAP_THRESHOLD, _OWN_BYTES)
     try:
         yield
     finally:
-        if mallopt is not None:
-            mallopt(_MMAP_THRESHOLD, _USUAL_BYTES)
+        mallopt(_MMAP_THRESHOLD, _USUAL_BYTES)
 
 
 def _codes_of(model: nn.Module, base: str, path: str | Path) -> list[nn.Parameter]:
@@ -125,14 +123,13 @@ _WIDENED = torch.float8_e4m3fn, torch.bfloat16, torch.float32                   
 def _makers() -> Attributes:
     """bitsandbytes' quantize_4bit makes codes by our op; experts that transformers has put together become codes before
     it does so with the next."""
-    with contextlib.suppress(ImportError):               # before 5 it puts none together
-        loading: Any = importlib.import_module("transformers.core_model_loading")
-        put = loading.set_param_for_module
+    loading: Any = importlib.import_module("transformers.core_model_loading")
+    put = loading.set_param_for_module
 
-        def set_param_for_module(model: nn.Module, name: str, value: Tensor, *rest: Any, **more: Any) -> Any:
-            return put(model, name, value if (made := _nf4(name, value)) is None else made, *rest, **more)
+    def set_param_for_module(model: nn.Module, name: str, value: Tensor, *rest: Any, **more: Any) -> Any:
+        return put(model, name, value if (made := _nf4(name, value)) is None else made, *rest, **more)
 
-        yield loading, "set_param_for_module", set_param_for_module
+    yield loading, "set_param_for_module", set_param_for_module
     if importlib.util.find_spec("bitsandbytes") is None:
         return
     package: Any = importlib.import_module("bitsandbytes.functional")

@@ -10,6 +10,7 @@ Tensors in slots stay plain: nothing of this is on the path of a forward or back
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -25,22 +26,18 @@ if TYPE_CHECKING:
     from .records import Record
 
 _T = Tensor
-_META_GETTERS = ("dtype", "shape", "device", "requires_grad", "is_leaf", "ndim", "layout", "is_cuda",
-                 "is_meta", "is_sparse", "is_quantized", "names", "itemsize", "nbytes", "grad_fn",
-                 "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "output_nr", "retains_grad",
-                 "is_mps", "is_xla", "is_xpu", "is_cpu", "is_nested", "is_mkldnn", "is_sparse_csr",
-                 "is_vulkan", "grad_dtype", "is_ipu", "is_mtia", "is_maia", "_base", "_cdata", "name", "volatile")
-_META_METHODS = ("size", "stride", "dim", "ndimension", "numel", "nelement", "element_size",
-                 "is_floating_point", "is_complex", "is_contiguous", "is_signed", "storage_offset",
-                 "requires_grad_", "get_device", "register_hook", "is_pinned", "__len__",
-                 "register_post_accumulate_grad_hook", "_is_view", "is_inference", "is_same_size",
-                 "has_names", "is_conj", "is_neg", "is_set_to", "is_distributed", "__hash__")
+# Attributes that are values, or views of them; others that C defines tell of a form, or of a place in a graph.
+_VALUES = {"data", "grad", "_grad", "real", "imag", "T", "H", "mT", "mH"}
+_META_METHODS = ("size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point",
+                 "is_complex", "is_contiguous", "is_signed", "storage_offset", "requires_grad_", "get_device",
+                 "register_hook", "register_post_accumulate_grad_hook", "is_pinned", "_is_view", "is_inference",
+                 "is_same_size", "has_names", "is_conj", "is_neg", "is_set_to", "is_distributed", "__len__", "__hash__")
 # Functions that look at a tensor's form and never at its values.
-_META = ({getattr(_T, n).__get__ for n in _META_GETTERS if hasattr(_T, n)}
+_META = ({d.__get__ for n, d in vars(torch._C.TensorBase).items() if inspect.isgetsetdescriptor(d) and n not in _VALUES}
          | {getattr(_T, n) for n in _META_METHODS if hasattr(_T, n)}
-         | {_T.requires_grad.__set__, torch.is_floating_point, torch.is_complex, torch.zeros_like,
-            torch.empty_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like,
-            torch.is_tensor, torch.numel, torch.is_same_size})
+         | {_T.requires_grad.__set__, torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.numel,
+            torch.is_same_size, torch.zeros_like, torch.empty_like, torch.ones_like, torch.full_like, torch.rand_like,
+            torch.randn_like})
 # Slot wrappers are made anew at each look: compare them with ==, not `is`.
 _GRAD_GET = {_T.grad.__get__, _T._grad.__get__}
 _GRAD = _GRAD_GET | {_T.grad.__set__, _T.grad.__delete__, _T._grad.__set__}

@@ -44,7 +44,8 @@ class Record:
         self._runtime, self._param = weakref.ref(runtime), weakref.ref(param)
         self.unit, self.unit_name, self.index, self.pid, self.name = unit, unit_name, index, pid, name
         self.shape, self.dtype, self.numel = param.shape, dtype, param.numel()
-        self.stride, self.nbytes = dense_stride(param), self.numel * dtype.itemsize
+        self.stride = torch.empty_like(param, device="meta").stride()    # dense: channels-last stays, else row-major
+        self.nbytes = self.numel * dtype.itemsize
         self.offset = self.address = 0
         self.host: Tensor | None = None     # plain, over plane HI; shares the parameter's version counter
         self.version = 0                    # `host._version` when the ledger last heard of a write
@@ -222,11 +223,6 @@ class Use:
 
     def __del__(self) -> None:
         self.hand()
-
-
-def dense_stride(t: Tensor) -> tuple[int, ...]:
-    """The strides t keeps when copied: its own where it is dense (channels-last stays), else row-major."""
-    return torch.empty_like(t, device="meta").stride() if not t.is_sparse else t.stride()
 
 
 def span_of(t: Tensor) -> int:

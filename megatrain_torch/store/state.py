@@ -5,9 +5,9 @@
                         `.dtype`): an output of autograd's node `Bind`, which knows shape, type and device; the first
                         operation below autograd fetches the weights, into fresh memory
 
-Class, attributes, `.grad`, hooks, and the place in sets and dicts are the parameter's. Only `is` and `id` tell one
-from the other. Whatever takes a LazyParameter (an operation, an autograd.Function, a custom op) has its edge to
-`Bind`, which hands the gradient over as a window does.
+Class, attributes, `.grad`, hooks, and the place in sets and dicts are the parameter's. Only `is` and `id` tell one from
+the other. Whatever takes a LazyParameter (an operation, an autograd.Function, a custom op) has its edge to `Bind`,
+which hands the gradient over as a window does.
 """
 from __future__ import annotations
 
@@ -50,8 +50,7 @@ class BoundParameters(WindowDict):
 
     Something else in the place of a streamed parameter (torch.func.functional_call) is what reads see then, on the
     compute device in a forward; the parameter that comes back is streamed as before. `own` has what belongs there, by
-    name; `records` the same, or None where something else is there.
-    """
+    name; `records` the same, or None where something else is there."""
 
     __slots__ = ("own", "records")
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -49,22 +50,26 @@ class Entry:
     plane: str = ""
 
 
-@dataclass
 class TensorFile:
     """One file to be written: its name, its tensors in order, and its header."""
 
-    name: str
-    entries: list[Entry]
-    header: bytes
+    def __init__(self, name: str, entries: list[Entry]) -> None:
+        # Larger elements first, so that each tensor begins at a multiple of its own: readers view a mapped file.
+        self.name, self.entries = name, sorted(entries, key=lambda e: -e.memory.element_size())
+        table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for e in self.entries:
+            table[e.name] = {"dtype": KINDS[e.memory.dtype], "shape": list(e.memory.shape),
+                             "data_offsets": [at, at + e.memory.nbytes]}
+            at += e.memory.nbytes
+        text = json.dumps(table, separators=(",", ":")).encode()
+        text += b" " * (-(len(text) + LENGTH_BYTES) % 8)
+        self.header, self.nbytes = struct.pack("<Q", len(text)) + text, LENGTH_BYTES + len(text) + at
 
-    @property
-    def nbytes(self) -> int:
-        return len(self.header) + sum(e.memory.nbytes for e in self.entries)
-
-    def located(self, folder: Path) -> tuple[File, Tensor]:
-        """What the engine writes, and the header's memory, which is to be kept until it has."""
-        head = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
-        extents: list[Extent] = [(0, head.data_ptr(), len(self.header), -1)]
+    def located(self, folder: Path) -> File:
+        """What the engine writes; this object has the header's memory, and is to be kept until it has."""
+        head = numpy.frombuffer(self.header, numpy.uint8).ctypes.data
+        extents: list[Extent] = [(0, head, len(self.header), -1)]
         at = len(self.header)
         for e in self.entries:
             t, item = e.memory, e.memory.element_size()
@@ -72,7 +77,7 @@ class TensorFile:
             if t.nbytes:
                 extents.append((at, t.data_ptr(), t.nbytes, e.unit, *order))
                 at += t.nbytes
-        return (str(folder / self.name), self.nbytes, extents), head
+        return str(folder / self.name), self.nbytes, extents
 
 
 def packed(entries: list[Entry], stem: str, limit: int, beside: bool = False) -> list[TensorFile]:
@@ -86,22 +91,8 @@ def packed(entries: list[Entry], stem: str, limit: int, beside: bool = False) ->
         parts[-1].append(e)
         filled += e.memory.nbytes
     if len(parts) == 1 and not beside:
-        return [_file(f"{stem}.safetensors", parts[0])]
-    return [_file(f"{stem}-{i:05d}-of-{len(parts):05d}.safetensors", part) for i, part in enumerate(parts, 1)]
-
-
-def _file(name: str, entries: list[Entry]) -> TensorFile:
-    """Larger elements first, so that each tensor begins at a multiple of its own: readers view a mapped file."""
-    entries = sorted(entries, key=lambda e: -e.memory.element_size())
-    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for e in entries:
-        table[e.name] = {"dtype": KINDS[e.memory.dtype], "shape": list(e.memory.shape),
-                         "data_offsets": [at, at + e.memory.nbytes]}
-        at += e.memory.nbytes
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + LENGTH_BYTES) % 8)
-    return TensorFile(name, entries, struct.pack("<Q", len(text)) + text)
+        return [TensorFile(f"{stem}.safetensors", parts[0])]
+    return [TensorFile(f"{stem}-{i:05d}-of-{len(parts):05d}.safetensors", part) for i, part in enumerate(parts, 1)]
 
 
 @dataclass(frozen=True)
