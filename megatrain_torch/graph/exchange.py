@@ -17,23 +17,18 @@ others to tell of a unit that it has told. (2) Telling waits for nobody. (3) The
 waits for none: all it has sent, all have sent, and of the next one all have told.
 
 Where a rank has a tensor of its own in `.grad`, or over plane GRAD, which all hear as backward begins, every rank gets
-the whole sum at its end, and adds it there.
-
-A backward that is broken off on one rank is over on the others with an error: what it owes them it sends when its
-script goes on.
+the whole sum at its end, and adds it there. A backward that is broken off on one rank is over on the others with an
+error: what it owes them it sends when its script goes on.
 
 Parts of 16 bits are summed in fp32, and that sum is rounded once: it is what one process has as a micro-batch's
-gradient, and so are further micro-batches added to it.
-
-On CUDA all this is put in a stream of its own, beside compute, which waits there for nothing but memory: at most two
-units' gradients are held until they are packed.
+gradient, and so are further micro-batches added to it. On CUDA all this is put in a stream of its own, beside compute,
+which waits there for nothing but memory: at most two units' gradients are held until they are packed.
 """
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -60,7 +55,7 @@ LANE, WORK = _core.LANES["exchange"], _core.WORKS["offload"]
 
 
 class Parcel(NamedTuple):
-    """Elements [first, first + n) of a parameter, `at` so many bytes in the buffer of their owner."""
+    """Elements [first, first + n) of a parameter, `at` so many bytes in their owner's buffer."""
 
     record: Record
     first: int
@@ -107,8 +102,7 @@ class Layout:
 def pack(parcels: list[Parcel], grads: dict[Record, Tensor], buffer: Tensor) -> None:
     """Into the buffer of their owner; zeros where there is none."""
     for p in parcels:
-        grad = grads.get(p.record)
-        if grad is None:
+        if (grad := grads.get(p.record)) is None:
             p.of(buffer).zero_()
         else:
             p.of(buffer).copy_(grad.as_strided((p.n,), (1,), grad.storage_offset() + p.first))
@@ -138,7 +132,7 @@ class Exchange:
     def __init__(self, model: Runtime, home: HandOver, ranks: Ranks, mean: bool) -> None:
         self._model, self._home, self._ranks = model, home, ranks
         # Two models' units would meet in one group where a rank has not all of them: its order is another then.
-        self._group = ranks.data if model.device.type == "cuda" else ranks.control.carrier("gradients")
+        self._group = ranks.data if model.is_cuda else ranks.control.carrier("gradients")
         self._scale = 1 / ranks.size if mean else 1.0
         self._telling = ranks.control.carrier("units")
         self._held: dict[int, dict[Record, Tensor]] = {}
@@ -150,7 +144,9 @@ class Exchange:
         self.begun = 0                       # all-to-alls of this backward
         self._came: dict[int, set[Record]] = {}      # by unit, what has come home and was not told
         self._layouts: dict[int, Layout] = {}
-        self._beside = Beside(model.device) if model.device.type == "cuda" else None
+        # Memory that is asked for in it is used there alone.
+        self._beside = torch.cuda.Stream(model.device) if model.is_cuda else None
+        self._packed: deque[torch.cuda.Event] = deque()      # of the last two units
         # NCCL's waits are the stream's, unless told to block. gloo's are the host's, for which ranks may wait in turn.
         self._by_streams = self._beside is not None and ranks.nccl() and not any(
             os.environ.get(name, "0") != "0" for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"))
@@ -159,7 +155,7 @@ class Exchange:
         self._routes: list[tuple[Record, Tensor]] = []       # what autograd has added up in this backward
         self._entire: dict[Record, Tensor | None] = {}       # of which every rank gets the whole sum; what this one has
         self._error = ""                     # why this backward fails on all ranks
-        self._asked = self._added = False    # for room, of gradients and of their sums
+        self._added = False                  # room for sums of gradients was asked for
         self._steps = 0                      # by which ranks see that a backward of one meets another's next one
         self.began = False                   # some gradient of the backward under way is to be exchanged
 
@@ -177,8 +173,7 @@ class Exchange:
 
     def _hold(self, record: Record, grad: Tensor) -> None:
         held = self._entire if record in self._entire else self._held.setdefault(record.unit, {})
-        before = held.get(record)
-        held[record] = grad if before is None else before + grad
+        held[record] = grad if (before := held.get(record)) is None else before + grad
 
     def route(self, record: Record) -> None:
         """Where autograd itself adds a gradient to this parameter's `.grad` (the parameter took part in arithmetic on
@@ -224,8 +219,8 @@ class Exchange:
         if not self.began:
             records, step = [r for unit in self._model.units for r in unit], self._steps % 256
             trained, n = [r.was_trainable for r in records], len(records)
-            claimed = [r for r in records if r not in self._stood and r.was_trainable and r.numel]
-            there = [r for r in claimed if gradient.standing(r) is not None or gradient.kept(r)]
+            there = [r for r in records if r not in self._stood and r.was_trainable and r.numel
+                     and (gradient.standing(r) is not None or gradient.kept(r))]
             adds_to = {r for r in there if gradient.take_back(r)}
             foreign = set(there) - adds_to
             said = [*(r in foreign for r in records), *trained, *(not t for t in trained), bool(adds_to), step,
@@ -239,7 +234,9 @@ class Exchange:
                 raise MegatrainError(f"rank {self._ranks.rank}: this backward comes after {self._steps} steps, and on "
                                      "another rank after another number: a backward has reached no trained parameter "
                                      "on one rank, and on all it has to reach some, or on none")
-            self._ask_room(bool(adds))
+            self._home.ask_room(sums=False)
+            if adds:
+                self._ask_for_sums()
             self._entire = {r: None for r, bit in zip(records, kept) if bit}
             self.began, self._turn = True, len(self._model.units) - 1
 
@@ -247,23 +244,15 @@ class Exchange:
         """An optimizer of the model's has made a step."""
         self._steps += 1
 
-    def _ask_room(self, adds: bool) -> None:
-        """Once each, and whatever plans say that each rank makes for itself: all ask here, in one order. adds: some
-        gradient is there to which others are added."""
-        room, core = self._model.room, self._model.core
-        if not self._asked:
-            self._asked = True
-            room.gradients(core)
-        if adds and not self._added:
+    def _ask_for_sums(self) -> None:
+        """Room, once, and whatever plans say that each rank makes for itself: all ask here, in one order."""
+        if not self._added:
             self._added = True
-            room.sums(core)
+            self._model.room.sums(self._model.core)
 
     def ends(self) -> None:
-        """The backward is over: what was not sent goes, and all is brought home.
-
-        Raises:
-            MegatrainError: on every rank, where it failed on one.
-        """
+        """The backward is over: what was not sent goes, and all is brought home. Raises: on every rank, where it failed
+        on one."""
         if self._routes or self._error:
             self.joins()
         for record, grad in self._routes:
@@ -308,7 +297,7 @@ class Exchange:
                     for unit in sorted(self._came, reverse=True):
                         self._home.has_come(unit, sorted(self._came[unit], key=lambda r: r.index))
                 if more:                             # of units that have gradients by now
-                    self._ask_room(adds=True)
+                    self._ask_for_sums()
                 self._came.clear()
                 self._turn = len(self._model.units) - 1
             if failed:
@@ -343,10 +332,18 @@ class Exchange:
         found = torch.tensor([r in grads for r in records], dtype=torch.uint8)
         told, packed = self._telling.allreduce([found], most()), None
         if grads:
-            with nullcontext() if self._beside is None else self._beside.packing(grads.values()):
+            if self._beside is not None:             # what compute was given up to now comes before
+                self._beside.wait_stream(torch.cuda.current_stream())
+            with self._entered():
                 packed = torch.empty(sum(layout.bytes), dtype=torch.uint8, device=self._model.device)
                 for parcels, buffer in zip(layout.parcels, torch.split(packed, layout.bytes)):
                     pack(parcels, grads, buffer)
+            if self._beside is not None:
+                self._packed.append(self._beside.record_event())
+                for grad in grads.values():
+                    grad.record_stream(self._beside)
+                if len(self._packed) > 2:
+                    torch.cuda.current_stream().wait_event(self._packed.popleft())
         self._ready.append((unit, layout, packed, found, told))
 
     def _send_ready(self) -> None:
@@ -384,10 +381,10 @@ class Exchange:
             self._sent.append(sent)
 
     def _stream(self) -> int:
-        return 0 if self._beside is None else self._beside.stream.cuda_stream
+        return 0 if self._beside is None else self._beside.cuda_stream
 
     def _entered(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._beside is None else torch.cuda.stream(self._beside.stream)
+        return nullcontext() if self._beside is None else torch.cuda.stream(self._beside)
 
     @torch.no_grad()
     def _bring_home(self, sent: Sent) -> None:
@@ -399,7 +396,7 @@ class Exchange:
             items: list[tuple[Any, ...]] = []
             sources: list[Tensor] = []
             for r in sent.records:
-                if (found := gradient.claim(r)) is None:       # somebody took its place while backward ran
+                if (found := gradient.claim(r)) is None:
                     self._error = self._error or (f"{r.name}: somebody took its .grad while backward ran, and further "
                                                   "gradients of several processes cannot be added to that")
                     continue
@@ -414,24 +411,3 @@ class Exchange:
 
 class _Told(MegatrainError):
     """What this rank has told the others."""
-
-
-class Beside:
-    """A stream beside compute. Memory that is asked for in it is used there alone."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self._packed: deque[torch.cuda.Event] = deque()
-
-    @contextmanager
-    def packing(self, grads: Iterable[Tensor]) -> Iterator[None]:
-        """What compute was given up to now comes before; it waits for the packing two units ago."""
-        compute = torch.cuda.current_stream()
-        self.stream.wait_stream(compute)
-        with torch.cuda.stream(self.stream):
-            yield
-            self._packed.append(self.stream.record_event())
-        for grad in grads:
-            grad.record_stream(self.stream)
-        if len(self._packed) > 2:
-            compute.wait_event(self._packed.popleft())

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -91,11 +92,10 @@ class Expansions:
 
     def of(self, runtime: Runtime, whole: Whole | Piece) -> Tensor:
         unit, place = whole.records[0].unit, whole.stacked if isinstance(whole, Piece) else None
-        last = {k: v for k, v in self._last.items() if v[0].records[0].unit == unit}
         version = runtime.core.version(unit)
+        last = self._last = {k: v for k, v in self._last.items() if v[0].records[0].unit == unit}
         if place not in last or last[place][:2] != (whole, version):
             last.pop(place, None)                        # first: there is one at a time
-            self._last = last
             if isinstance(whole, Piece):
                 made = whole.made(runtime.ring)
             else:
@@ -103,17 +103,15 @@ class Expansions:
                 made = whole.of([views[r.index].detach() for r in whole.records])
             last[place] = whole, version, made
             runtime.handover.at_end(self)
-        return self._last[place][2]
+        return last[place][2]
 
     def backward_ended(self) -> None:
         self._last = {}
 
 
 def keep(t: Tensor) -> tuple[Tensor, int]:
-    """A saved tensor that is no weight, with its version when it was saved.
-
-    With its history it would hold the node that saves it: a cycle in C++ that no collector sees.
-    """
+    """A saved tensor that is no weight, with its version when it was saved. With its history it would hold the node
+    that saves it: a cycle in C++ that no collector sees."""
     return t.detach() if t.requires_grad else t, t._version
 
 
@@ -136,7 +134,7 @@ class SavedFrame:
     """Hooks of a window that keeps its activations."""
 
     def __init__(self, window: Window) -> None:
-        self.runtime, self.window = window.runtime, window
+        self.window = window
 
     def pack(self, t: Tensor) -> Any:
         return packed(self.window, t)
@@ -156,7 +154,7 @@ class HostFrame(SavedFrame):
 
     def __init__(self, window: Window, args: Any, kwargs: Any, mode: Mode) -> None:
         super().__init__(window)
-        self.bundle = Bundle(self.runtime.swap, window, mode.disk)
+        self.bundle = Bundle(window.runtime.swap, window, mode.disk)
         fork = Fork()
         fork.call(args, kwargs)
         self.shared = {storage_of(t) for t, _ in fork.watched} - {storage_of(t) for t in fork.with_grad}
@@ -164,9 +162,8 @@ class HostFrame(SavedFrame):
 
     def pack(self, t: Tensor) -> Any:
         handle = super().pack(t)
-        if type(handle) is Weight or not self.runtime.swap.may(t) or storage_of(t) in self.shared:
-            return handle
-        return self.bundle.add(t)
+        kept = type(handle) is Weight or not self.bundle.swap.may(t) or storage_of(t) in self.shared
+        return handle if kept else self.bundle.add(t)
 
     def forward_ended(self, out: Any, mode: Mode) -> None:
         self.bundle.leave()
@@ -180,16 +177,15 @@ class ReplayFrame:
     """Hooks of a window whose forward runs again in backward: every saved tensor becomes (frame, number), and the first
     that is asked for makes all.
 
-    Holds the inputs (detached, containers copied), classes and hooks of the modules, the buffers' values, the random
-    state and the autocast state from before the first run, and a sum of the bits of each row that it gave. Where the
-    code cannot be followed, or reads something that has changed since, the forward runs again to its end, and has to
-    give these.
+    Holds the inputs (detached, containers copied), the scene from before the first run, and a sum of the bits of each
+    row that it gave. Where the code cannot be followed, or reads something that has changed since, the forward runs
+    again to its end, and has to give these.
     """
 
     def __init__(self, window: Window, args: Any, kwargs: Any, reading: Reading | None) -> None:
         """reading: what is known of the code; None: nothing."""
         self.window, self.runtime, self.reading = window, window.runtime, reading
-        self.count = 0                                   # tensors saved by the first run
+        self.shapes: list[Any] = []                      # of tensors saved by the first run
         self.saved: dict[int, Any] = {}                  # what a replay saved and nobody has taken yet
         self.module = window.module                      # the graph may outlive the model
         fork = Fork()
@@ -199,14 +195,11 @@ class ReplayFrame:
         self.attributes = [dict(own) for _, own in window.answering]
         self.clones = None if window.proved else Fork(clone=True).call(args, kwargs)
         self.scene = Scene(window)
-        self.shapes: list[Any] | None = [] if self.clones is not None else None
         self.versions = window.versions()
 
     def pack(self, t: Tensor) -> Any:
-        if self.shapes is not None:
-            self.shapes.append(t.shape)
-        self.count += 1
-        return self, self.count - 1
+        self.shapes.append(t.shape)
+        return self, len(self.shapes) - 1
 
     @staticmethod
     def unpack(handle: Any) -> Tensor:
@@ -219,15 +212,14 @@ class ReplayFrame:
     def forward_ended(self, out: Any, mode: Mode) -> None:
         """In-place writes to the inputs: the clones stand in, and the window keeps its activations from now on.
         mode: what it says of the input goes for the inputs with a gradient."""
-        self.bits = _bits(out)
-        changed = any(t._version != v for t, v in self.watched)
-        if changed and self.clones is None:
-            raise MegatrainError(f"{self.window.name}: its forward changed an input in place, which it had not "
-                                 "done before, so it cannot be run again; use plan={'activations': 'saved'}")
-        if changed:
-            self.inputs, self.watched, self.window.mode = self.clones, [], str(mode.saved)
-        self.clones, self.window.proved = None, True
-        if mode.host and not changed:       # the inputs with a gradient wait elsewhere
+        self.bits, self.window.proved = _bits(out), True
+        clones, self.clones = self.clones, None
+        if any(t._version != v for t, v in self.watched):
+            if clones is None:
+                raise MegatrainError(f"{self.window.name}: its forward changed an input in place, which it had not "
+                                     "done before, so it cannot be run again; use plan={'activations': 'saved'}")
+            self.inputs, self.watched, self.window.mode = clones, [], str(mode.saved)
+        elif mode.host:                     # the inputs with a gradient wait elsewhere
             away = Fork(away=Bundle(self.runtime.swap, self.window, mode.disk))
             self.inputs = away.call(*self.inputs)
             gone = {storage_of(t) for t in away.with_grad}
@@ -258,8 +250,8 @@ class ReplayFrame:
                     raise self._other("gave another output")
         except _StopReplay:
             pass
-        if len(self.saved) < self.count:
-            raise self._other(f"saved {len(self.saved)} tensors where the first run saved {self.count}")
+        if len(self.saved) < len(self.shapes):
+            raise self._other(f"saved {len(self.saved)} tensors where the first run saved {len(self.shapes)}")
 
     def _other(self, what: str) -> MegatrainError:
         return MegatrainError(f"{self.window.name}: run again, its forward {what}; it does not repeat itself: "
@@ -268,7 +260,7 @@ class ReplayFrame:
     @contextlib.contextmanager
     def as_it_was(self) -> Iterator[tuple[Any, Any]]:
         """Inputs, weights and all else as the first run met them; put back after."""
-        window, opened, outer = self.window, False, None
+        window = self.window
         if self.runtime.given and window._left() is not None:
             raise MegatrainError(f"{window.name}: it has to run again with its own weights, and others are in their "
                                  "places: call backward() outside of functional_call, or use "
@@ -278,37 +270,32 @@ class ReplayFrame:
             raise modified(f"an input of {window.name!r} was changed after its forward; use "
                            "plan={'activations': 'saved'} to keep what it needs")
         now = Scene(window)
-        try:
+        with contextlib.ExitStack() as after:
+            after.callback(now.put)
+            after.callback(window.expanded.clear)
             self.scene.put()
             torch.set_autocast_cache_enabled(False)      # it would keep casts of weights that move on
-            with torch.enable_grad():
-                inputs = Fork(as_results=True).call(*self.inputs)
-                bound = window.bind_leaves(self.trainable)
-                for (r, _), attributes in zip(window.answering, self.attributes):
-                    if type(t := bound.get(r)) is DeviceParameter:       # as they were: what a run sets again stays
-                        t.__dict__ = dict(attributes)
-                outer, opened = swap_window(bound), True
-                with flat_weights(window.recurrent):
-                    yield inputs
-        finally:
-            if opened:
-                swap_window(outer)
-            window.expanded.clear()
-            now.put()
+            after.enter_context(torch.enable_grad())
+            inputs = Fork(as_results=True).call(*self.inputs)
+            bound = window.bind_leaves(self.trainable)
+            for (r, _), attributes in zip(window.answering, self.attributes):
+                if type(t := bound.get(r)) is DeviceParameter:       # as they were: what a run sets again stays
+                    t.__dict__ = dict(attributes)
+            after.callback(swap_window, swap_window(bound))
+            after.enter_context(flat_weights(window.recurrent))
+            yield inputs
 
     def _collector(self, stops: bool) -> Any:
         """A hook that keeps what the first run saved. stops: behind the last of that."""
-        saved, last, shapes, window, number = self.saved, self.count - 1, self.shapes, self.window, -1
+        saved, shapes, window, numbers = self.saved, self.shapes, self.window, itertools.count()
 
         def pack(t: Tensor) -> Any:
-            nonlocal number
-            number += 1
-            if shapes is not None and number <= last and shapes[number] != t.shape:
-                raise self._other(f"saved a tensor of {list(t.shape)} where the first run saved {list(shapes[number])}")
-            if number > last:
+            if (number := next(numbers)) >= len(shapes):
                 return keep(t)               # the rest of a run to the end: nobody asks for it
+            if shapes[number] != t.shape:
+                raise self._other(f"saved a tensor of {list(t.shape)} where the first run saved {list(shapes[number])}")
             saved[number] = handle = packed(window, t, pieces_alone=True)
-            if number >= last and stops:
+            if stops and number == len(shapes) - 1:
                 raise _StopReplay
             return handle
 
@@ -336,7 +323,7 @@ class Scene:
         self._random = [g.get_state() for g in self._generators]
         self._caches = torch.is_autocast_cache_enabled()
         self._casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-                       for kind in dict.fromkeys((device.type, "cpu"))]
+                       for kind in {device.type, "cpu"}]
 
     def _hooks_now(self) -> list[tuple[dict[int, Any], dict[int, Any]]]:
         """Tables of the modules inside that are not empty, and copies of them. The window's own run around it."""
@@ -416,8 +403,6 @@ class Fork:
             return value
         if kind is Part:
             return self._tensor(value.tensor().requires_grad_())
-        if kind is Tensor:
-            return self._tensor(value)
         if kind is tuple:
             return tuple([self(v) for v in value])
         if id(value) in self.met:
@@ -426,8 +411,8 @@ class Fork:
             return self._tensor(value)
         if isinstance(value, tuple):
             return kind(*map(self, value)) if hasattr(value, "_fields") else kind(map(self, value))
-        if isinstance(value, type) or not (isinstance(value, (dict, list)) or dataclasses.is_dataclass(value)
-                                           or is_cache(value)):
+        if isinstance(value, type) or not (
+                isinstance(value, (dict, list)) or dataclasses.is_dataclass(value) or is_cache(kind)):
             return value
         out = self.met[id(value)] = copy.copy(value)
         if isinstance(value, dict):
@@ -464,12 +449,10 @@ class Fork:
 
 @contextlib.contextmanager
 def flat_weights(recurrent: list[nn.Module]) -> Iterator[None]:
-    """nn.LSTM and its kin read a list made when the module was built: made again from the slots.
-
-    Where the list is not of the weights that they read, they put those into one buffer for cuDNN, in place. Without
-    gradients these are the slot's own tensors, which would be of that buffer from then on, whatever comes into the
-    slot: so others, of the same memory, are put there.
-    """
+    """nn.LSTM and its kin read a list made when the module was built: made again from the slots. Where it is not of the
+    weights that they read, they put those into one buffer for cuDNN, in place. Without gradients these are the slot's
+    own tensors, which would be of that buffer from then on, whatever comes into the slot: so others, of the same
+    memory, are put there."""
     before = [(m, m._flat_weights, m._flat_weight_refs) for m in recurrent]
     for m, *_ in before:
         weights = m._flat_weights = [getattr(m, n) for n in m._flat_weights_names]

@@ -26,6 +26,7 @@ from ..base.errors import MegatrainError
 from ..store import gradient
 from ..store.records import Record, Use
 from ..store.state import in_backward
+from .frames import refuse_create_graph
 
 if TYPE_CHECKING:
     from ..model.runtime import Runtime
@@ -48,8 +49,7 @@ class HandOver:
              grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Gradients of a window's parameters, in autograd's thread; what autograd is to be given in their place.
         nodes: their AccumulateGrads."""
-        if torch.is_grad_enabled():
-            raise MegatrainError("backward(create_graph=True) through a streamed model is not supported")
+        refuse_create_graph()
         self.join_task()
         again = use is None or use.handed          # a graph that is gone through twice
         if use is not None:
@@ -90,13 +90,10 @@ class HandOver:
         return "real" if hooked or record.host_graph else "streamed"
 
     def _sum(self, record: Record, grad: Tensor | None, more: bool) -> Tensor | None:
-        """The gradient to send now, or None while more of this backward are to come.
-
-        torch adds up what one backward gives a parameter, and adds the sum to .grad. Where .grad was
-        empty the order is the same without waiting; where it was not, and for tied weights, wait.
-        """
+        """The gradient to send now, or None while more of this backward are to come. torch adds up what one backward
+        gives a parameter, and adds the sum to .grad. Where .grad was empty when it began the order is the same without
+        waiting; where it was not, and for tied weights, wait."""
         if record.pending is None:
-            # Did .grad stand before this backward began?
             stood = gradient.standing(record) is not None and record.set_in != in_backward()
             if not stood and record.uses <= 1:
                 return grad
@@ -143,8 +140,7 @@ class HandOver:
     def _tell(self, task: int) -> None:
         """What backward brought or made and did not use is given back, whoever holds the graph."""
         for ref in self.tasks.pop(task, ()):
-            what = ref()
-            if what is not None:
+            if (what := ref()) is not None:
                 what.backward_ended()
 
     def _task_ended(self, task: int) -> None:
@@ -161,7 +157,7 @@ class HandOver:
     def _dropped(self) -> list[tuple[Record, Tensor]]:
         """Device sums are no longer waited for; gives them."""
         found = [(r, r.pending) for r in self.summed.values() if r.pending is not None]
-        for record in self.summed.values():
+        for record, _ in found:
             record.pending = None
         self.summed.clear()
         return found
@@ -185,16 +181,14 @@ class HandOver:
         exchange, arrivals = self.runtime.exchange, self.runtime.homes.arrivals
         by_unit: dict[int, list[tuple[Record, Tensor]]] = {}
         for record, grad in found:
-            by_unit.setdefault(record.unit, []).append((record, grad))
+            by_unit.setdefault(record.unit, []).append((record, self.conform(record, grad)))
         for unit, pairs in by_unit.items():
             if arrivals.units:               # of several processes too, whose gradients come home later; and before an
                 arrivals.handed(unit)        # update in backward, which ends a stay
-            if exchange is None:
-                self._send_unit(unit, pairs)
-            else:
-                exchange.offer(unit, [(r, self.conform(r, grad)) for r, grad in pairs])
+            (self._send_unit if exchange is None else exchange.offer)(unit, pairs)
 
     def _send_unit(self, unit: int, pairs: list[tuple[Record, Tensor]]) -> None:
+        """pairs: each gradient of the record's form."""
         items, sources = [], []
         self.ask_room(sums=False)
         if passing := not self.runtime.room.asked.keeps:         # kept nowhere: they must be used at once
@@ -207,10 +201,7 @@ class HandOver:
                 raise MegatrainError(f"{records[0].name}: its gradient is kept nowhere (plan={{'grads': 'none'}}), and "
                                      f"{why}; use mt.AdamW(in_backward=True), one backward per step")
         for record, grad in pairs:
-            if grad.layout != torch.strided or grad.stride() != record.stride or grad.dtype != record.dtype:
-                grad = self.conform(record, grad)
-            found = (gradient.SET, 0) if passing else gradient.claim(record)
-            if found is None:
+            if (found := (gradient.SET, 0) if passing else gradient.claim(record)) is None:
                 gradient.add(record, grad)
                 self.unstepped = True
             elif record.numel:

@@ -129,11 +129,9 @@ _now = threading.local()             # .spared: is a pass on whose masks may be 
 @contextlib.contextmanager
 def spared(windows: Iterable[Window]) -> Iterator[None]:
     """Around a forward: its masks may be stand-ins, if layers have templates and gradients are wanted."""
-    if not torch.is_grad_enabled() or not any(
-            w.fused is not None and w.fused.template.swaps and not w.fused.verdict for w in windows):
-        yield
-        return
-    outer, _now.spared = getattr(_now, "spared", False), True
+    outer = getattr(_now, "spared", False)
+    _now.spared = outer or (torch.is_grad_enabled() and any(
+        w.fused is not None and w.fused.template.swaps and not w.fused.verdict for w in windows))
     try:
         yield
     finally:
@@ -174,9 +172,8 @@ def _wanted(asked: dict[str, Any], adds: bool) -> Sight | None:
     if later or tokens is None or tokens != asked.get("kv_length"):
         return None
     parts = list(_parts(asked.get("mask_function")))
-    names = [name for name, _ in parts]
-    found = {name: cell for name, cell in parts if name in _KNOWN}
-    if _CAUSAL not in found or len(found) < len(set(names)) or names.count(_WINDOW) > 1 or names.count(_PACKED) > 1:
+    names, found = [name for name, _ in parts], dict(parts)
+    if _CAUSAL not in found or found.keys() - _KNOWN or names.count(_WINDOW) > 1 or names.count(_PACKED) > 1:
         return None
     if _MOVED in found and _PACKED not in found:
         return None
@@ -204,13 +201,11 @@ def _parts(fn: Any) -> Iterator[tuple[str, Any]]:
     """(name, what it holds) of the functions whose conditions a mask's function joins."""
     name = getattr(fn, "__qualname__", "") if getattr(fn, "__module__", "") == "transformers.masking_utils" else ""
     held = dict(zip(fn.__code__.co_freevars, (c.cell_contents for c in fn.__closure__ or ()))) if name else {}
-    if name == _ALL:
-        for part in held["mask_functions"]:
-            yield from _parts(part)
-        return
-    if name == _MOVED:               # to positions within packed sequences, where a window reaches as far as in the row
-        yield from _parts(held["mask_function"])
-    yield name, held.get(_KNOWN.get(name))
+    # Within packed sequences (_MOVED) a window reaches as far as in the row.
+    for part in held["mask_functions"] if name == _ALL else [held["mask_function"]] if name == _MOVED else []:
+        yield from _parts(part)
+    if name != _ALL:
+        yield name, held.get(_KNOWN.get(name))
 
 
 # ---- hooks that collect outputs, and caches ------------------------------------------------------
@@ -257,13 +252,9 @@ def _collector() -> Any:
     return getattr(sys.modules.get(_CAPTURING), "_active_collector", None)
 
 
-def is_cache(value: Any) -> bool:
-    """Key-value caches of transformers, and what is made of them: objects that a layer writes into."""
-    return _is_caches(type(value))
-
-
 @functools.cache
-def _is_caches(kind: type) -> bool:
+def is_cache(kind: type) -> bool:
+    """Key-value caches of transformers, and what is made of them: objects that a layer writes into."""
     return any(c.__module__.startswith("transformers") and "Cache" in c.__name__ for c in kind.__mro__)
 
 

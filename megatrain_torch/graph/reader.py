@@ -142,7 +142,7 @@ def _seen(value: Any) -> Any:
     if isinstance(value, hf_calls.StandIn):
         sight = value.sight
         return torch.empty((), dtype=value.dtype, device=sight.device).expand(value.shape)
-    return _cache_like(type(value)) if hf_calls.is_cache(value) else value
+    return _cache_like(type(value)) if hf_calls.is_cache(type(value)) else value
 
 
 # ---- key-value caches ----------------------------------------------------------------------------
@@ -226,9 +226,9 @@ class Reader:
 
 def modes_on() -> bool:
     """Is there a mode that may give torch's functions another meaning? A default device gives none."""
-    functions = torch._C._len_torch_function_stack()
-    return torch._C._len_torch_dispatch_stack() > 0 or (functions > 0 and any(
-        not isinstance(torch._C._get_function_stack_at(i), DeviceContext) for i in range(functions)))
+    return torch._C._len_torch_dispatch_stack() > 0 or not all(
+        isinstance(torch._C._get_function_stack_at(i), DeviceContext)
+        for i in range(torch._C._len_torch_function_stack()))
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -371,8 +371,7 @@ def _read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Any, put: 
 def _refuse_unseen(code: Iterable[types.CodeType]) -> None:
     """Unreadable: code that is not torch's looks where dynamo guards nothing for what is not there."""
     for c in code:
-        names = _UNSEEN.intersection(c.co_names)
-        if names and not c.co_filename.startswith(_TORCH):
+        if (names := _UNSEEN.intersection(c.co_names)) and not c.co_filename.startswith(_TORCH):
             where = f"{os.path.basename(c.co_filename)}:{c.co_firstlineno}"
             raise Unreadable(f"it reads {', '.join(sorted(names))} ({where})")
 
@@ -410,16 +409,14 @@ def _kept(put: Sequence[object], kinds: set[type], writes: str, entries: Sequenc
         if entry.has_value:
             kinds.add(entry.value if isinstance(entry.value, type) else type(entry.value))
         weights = name.endswith(("._parameters", "._buffers")) or _WEIGHT.search(name) is not None
-        weights = weights and entry.guard_type != "HASATTR"
         if name.endswith(".grad") and _WEIGHT.search(name.removesuffix(".grad")):        # where it is, no guard knows
             raise Unreadable(f"it reads {_in_words(name)}")
-        if entry.guard_type in ("EQUALS_MATCH", "CONSTANT_MATCH") and entry.has_value:
+        if entry.guard_type in ("EQUALS_MATCH", "CONSTANT_MATCH") and entry.has_value and not writes:
             try:
                 hash(entry.value)
             except TypeError:                # compared with itself, it is equal whatever happens to it
-                if not writes:
-                    raise Unreadable(f"it reads {_in_words(name)}, in which something may change") from None
-        keep.append(not weights and not (without and name.startswith(without)))
+                raise Unreadable(f"it reads {_in_words(name)}, in which something may change") from None
+        keep.append(not (weights and entry.guard_type != "HASATTR") and not name.startswith(without))
     return keep
 
 
@@ -432,8 +429,8 @@ def _writes(output: Any, graph: Graph) -> str:
     """What dynamo would do after the graph, in words."""
     side = output.side_effects
     for variable in side.id_to_variable.values():
-        kind = type(variable.mutation_type).__name__
-        if not kind.endswith("New") and variable.mutation_type is not None and side.is_modified(variable):
+        mutation = variable.mutation_type
+        if mutation is not None and not type(mutation).__name__.endswith("New") and side.is_modified(variable):
             names = ", ".join(side.store_attr_mutations.get(variable, ()))
             return "it changes " + ".".join(filter(None, (_in_words(_name(variable.source)), names)))
     if output.random_calls:
@@ -464,6 +461,5 @@ def _first_line(error: BaseException) -> str:
     """What went wrong, without dynamo's advice and stacks."""
     if isinstance(error, Unreadable):
         return str(error)
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    said = " ".join(lines[:2])
-    return f"{type(error).__name__}: {said}"[:300] if said else type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ": ".join(filter(None, (type(error).__name__, " ".join(lines[:2]))))[:300]

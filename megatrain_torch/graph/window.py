@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..base import modes
 from ..base.errors import MegatrainError
 from ..store.records import Record
 from ..store.state import Bind, DeviceParameter, in_backward, swap_window
@@ -109,15 +108,14 @@ class Window:
             return f"its own ({self.head.declined})" if self.head.declined else "fused with the loss"
         stacks = self.stacks
         pieces = f"experts are fetched {len(stacks[0].pieces[0].experts)} at a time" if stacks else ""
-        if self.fused is None:
-            why = "; ".join(filter(None, (self.unfit, self.writes, pieces)))
-            return f"its own ({why})" if why else "its own"
-        if self.fused.verdict is None and not self.fused.declined:
+        fused = self.fused
+        if fused is not None and fused.verdict is None and not fused.declined:
             return "template, once it has been tried"
-        why = self.fused.verdict or self.fused.declined
-        if why:
-            return "its own (" + "; ".join(filter(None, (why, pieces))) + ")"
-        return ", ".join(filter(None, ("template", self.fused.products, pieces)))
+        why = (self.unfit, self.writes) if fused is None else (fused.verdict or fused.declined,)
+        if fused is not None and not any(why):
+            return ", ".join(filter(None, ("template", fused.products, pieces)))
+        said = "; ".join(filter(None, (*why, pieces)))
+        return f"its own ({said})" if said else "its own"
 
     @property
     def keeps(self) -> str:
@@ -232,14 +230,13 @@ class Window:
         if mode.keep != "saved":
             reading = self._reading(args, kwargs)
             if reading is not None and reading.writes:       # what it writes beside its output it would write again
-                saved = modes.read(str(mode.saved))
-                if not self.writes:
+                if self.writes:                              # from its second call on, this is the window's
+                    self.mode = str(mode.saved)
+                else:
                     warnings.warn(f"{self.name}: {reading.writes}, so it is not run again in backward but keeps its "
                                   f"activations: a plan says {str(mode)!r}. A module that leaves itself as it was can "
                                   "be run again", stacklevel=2)
-                else:                                        # from its second call on, this is the window's
-                    self.mode = str(saved)
-                self.writes, mode = reading.writes, saved
+                self.writes, mode = reading.writes, mode.saved
         frame: Any
         if mode.keep != "saved":
             frame = ReplayFrame(self, args, kwargs, reading)
@@ -321,28 +318,25 @@ class Stack(Tensor):
 
     stacked: Stacked            # where they are
     window: Window              # which runs
-    like: Tensor
+    like: Tensor                # on the meta device, of its form
     flipped: bool               # the last two dimensions have changed places
+    _last: tuple[Piece, Tensor] | None = None
 
     @staticmethod
     def __new__(cls, stacked: Stacked, window: Window, like: Tensor, flipped: bool = False) -> Stack:
-        """like: on the meta device, of its form."""
-        return Tensor._make_wrapper_subclass(cls, like.shape, like.stride(), dtype=like.dtype,
-                                             device=window.runtime.device)
-
-    def __init__(self, stacked: Stacked, window: Window, like: Tensor, flipped: bool = False) -> None:
-        self.stacked, self.window, self.like, self.flipped = stacked, window, like, flipped
-        self._last: tuple[Piece, Tensor] | None = None
+        out = Tensor._make_wrapper_subclass(cls, like.shape, like.stride(), dtype=like.dtype,
+                                            device=window.runtime.device)
+        out.stacked, out.window, out.like, out.flipped = stacked, window, like, flipped
+        return out
 
     def piece(self, piece: Piece) -> Tensor:
         """[experts, ., .], as the module's code multiplies with it. Of codes one piece's weights are kept for its next
         expert; what lies over a slot is not, since the slot would be held."""
-        if self._last is not None and self._last[0] is piece:
-            found = self._last[1]
-        else:
-            if self._last is not None:       # first: there is one at a time, whose memory will be others'
-                self.window.expanded.pop(storage_of(self._last[1]), None)
-                self._last = None
+        last, found = self._last or (None, None)
+        if last is not piece:
+            if found is not None:            # first: there is one at a time, whose memory will be others'
+                self.window.expanded.pop(storage_of(found), None)
+                self._last = found = None
             found = piece.made(self.window.runtime.ring)
             if piece.expands:
                 self._last = piece, found

@@ -103,13 +103,11 @@ class Between:
 
     def _next(self) -> list[tuple[bytes, Any, int, bool]]:
         """What was said since, as far as it goes at once."""
-        found = _core.relay_next(self._relay, _LOOK_MS)
         batch: list[tuple[bytes, Any, int, bool]] = []
-        while found is not None:
+        while (found := _core.relay_next(self._relay, 0 if batch else _LOOK_MS)) is not None:
             batch.append(found)
             if found[-1] or len(batch) == _MOST or sum(_nbytes(data) for _, data, *_ in batch) >= _AT_ONCE:
                 break
-            found = _core.relay_next(self._relay, 0)
         self._delay()
         return batch
 

@@ -14,7 +14,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -64,21 +64,21 @@ class Control:
         self._name, self._waits = f"{name}/{_made[name]}", Waits(members)
         self._store = dist.PrefixStore(self._name, dist.distributed_c10d._get_default_store())
         self._rank, self._size = among.index(dist.get_rank(beside)), len(members)
+        # Where all come the first time: the group that this is beside.
         self._first = beside if engine is None and len(members) == beside.size() and _has_gloo(beside) else None
         self._group = self.carrier("own")
-
-    def _come(self) -> Any:
-        """All are there: in the group that this is beside, which knows who has ended, as no engine does yet."""
-        how = dist.AllreduceOptions()
-        how.timeout = self.patience
-        return self._first.allreduce([torch.zeros(1)], how)
 
     def carrier(self, name: str) -> dist.ProcessGroup:
         """One more group of the same processes, over gloo; made by all. What goes there meets nothing of anybody else.
         First all are there; so one that cannot be reached then has ended."""
         store, what = dist.PrefixStore(name, self._store), "looks for the others"
         with self.named(what):
-            come = self._come() if self._first else Arrival(store, self._rank, self._size, self.patience)
+            if self._first is None:
+                come: Any = Arrival(store, self._rank, self._size, self.patience)
+            else:                            # it knows who has ended, as no engine does yet
+                how = dist.AllreduceOptions()
+                how.timeout = self.patience
+                come = self._first.allreduce([torch.zeros(1)], how)
             self._until(come, self._first, f"{self._name}/{name}", what)
             self._first = None
             soon = min(timedelta(seconds=_CONNECT_S + _EACH_S * self._size), self.patience)
@@ -135,9 +135,8 @@ class Control:
 
     def give(self, t: Tensor) -> None:
         """Into t, on every rank, go the first one's values."""
-        there, how = t.detach().to("cpu", copy=True).contiguous(), dist.BroadcastOptions()
-        how.rootRank = 0
-        self._wait(self._group.broadcast, [there], how, what="takes what the first one has")
+        there = t.detach().to("cpu", copy=True).contiguous()         # options: rank 0 is the root
+        self._wait(self._group.broadcast, [there], dist.BroadcastOptions(), what="takes what the first one has")
         t.detach().copy_(there)
 
     def complete(self, parts: list[Tensor], what: str) -> None:
@@ -150,21 +149,23 @@ class Control:
                 self._wait(self._group.broadcast, [part], how, what=what, away=False)
 
     @contextmanager
-    def _meeting(self, what: str, away: bool) -> Iterator[None]:
-        """All meet here, in one order with their steps, which the engine sees; others that open windows do not wait for
-        this rank meanwhile, and all are in step behind it. Not away: neither."""
-        engine = self.engine if away else None
-        if engine is None:
+    def _away(self, meeting: str = "") -> Iterator[None]:
+        """Others that open windows do not wait for this rank meanwhile. meeting: all meet here, in one order with their
+        steps, which the engine sees, and all are in step behind it."""
+        if (engine := self.engine) is None:
             yield
             return
-        engine.meeting(what)
+        if meeting:
+            engine.meeting(meeting)
         engine.away(True)
         try:
             yield
-            engine.met()
+            if meeting:
+                engine.met()
         finally:
             engine.away(False)
-            engine.meeting(None)
+            if meeting:
+                engine.meeting(None)
 
     def _wait(self, begin: Any, *args: Any, what: str, away: bool = True) -> None:
         with self.named(what):
@@ -172,7 +173,7 @@ class Control:
             if threading.current_thread().name == ASIDE:
                 work.wait()
                 return
-            with self._meeting(self._told(what), away):
+            with self._away(self._told(what)) if away else nullcontext():
                 self._until(work, self._group, f"{self._name}/{begin.__name__}", what)
 
     def _until(self, work: Any, group: Any, place: str, what: str) -> None:
@@ -187,16 +188,9 @@ class Control:
         """A piece of work is over that all begin, in a group of carrier's. Ranks that open windows do not wait for this
         one meanwhile, unless it is about to come."""
         with self.named(what):
-            if done(work, _SOON_S):
-                return
-            engine = self.engine
-            if engine is not None:
-                engine.away(True)
-            try:
-                self._waits.until(work, f"{self._name}/until", self._told(what), self._look)
-            finally:
-                if engine is not None:
-                    engine.away(False)
+            if not done(work, _SOON_S):
+                with self._away():
+                    self._waits.until(work, f"{self._name}/until", self._told(what), self._look)
 
     @staticmethod
     def _told(what: str) -> str:
@@ -307,8 +301,7 @@ class Waits:
 
     A process that waits for longer than a few seconds writes where, and for whom, into torch.distributed's store. It
     then reads what the others have written. One that has written nothing may yet come, and is waited for. One that
-    waits elsewhere comes only if those come whom it waits for in turn; where these are in the same case, all of them
-    give up.
+    waits elsewhere comes only if those come whom it waits for in turn; where these are in the same case, all give up.
     """
 
     def __init__(self, members: list[int]) -> None:

@@ -5,7 +5,6 @@ device), and what processes tell each other about themselves over gloo, beside i
 """
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import signal
@@ -13,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -91,12 +90,9 @@ class Ranks:
     def give_up(self) -> None:
         """Another process is gone, for which NCCL's kernels wait without end: they are ended."""
         self.given_up.set()
-        backends = [self._backend(), *self.ways.values()] if self.nccl() else []
-        if self._gathers is not None:
-            backends.append(self._gathers)
-        for backend in backends:
-            with contextlib.suppress(Exception):
-                backend.abort()
+        for backend in [self._backend(), *self.ways.values(), self._gathers] if self.nccl() else []:
+            if backend is not None:
+                _end(backend, failed=True)
 
     def leave(self, failed: bool) -> None:
         """Gives back the groups that are its own; the ways, by which the last things go, only where that failed. Else
@@ -155,7 +151,7 @@ def give_back(groups: dict[Any, Any], name: Any, failed: bool = False) -> None:
 
 
 def _end(group: Any, failed: bool) -> None:
-    with contextlib.suppress(Exception):                 # gloo has nothing to give back
+    with suppress(Exception):                # gloo has nothing to give back
         (group.abort if failed else group.shutdown)()
 
 
@@ -179,12 +175,10 @@ def ranks_of(group: Any) -> Ranks | None:
 
 
 def _first_difference(mine: Any, other: Any) -> str:
-    if isinstance(mine, (list, tuple)) and isinstance(other, (list, tuple)):
-        for a, b in zip(mine, other):
-            if a != b:
-                return _first_difference(a, b)
-        return f"{len(mine)} and {len(other)} of them"
-    return f"{mine!r} and {other!r}"
+    if not (isinstance(mine, (list, tuple)) and isinstance(other, (list, tuple))):
+        return f"{mine!r} and {other!r}"
+    differ = next(((a, b) for a, b in zip(mine, other) if a != b), None)
+    return _first_difference(*differ) if differ else f"{len(mine)} and {len(other)} of them"
 
 
 @contextmanager
@@ -194,19 +188,16 @@ def as_one(ranks: Ranks | None) -> Iterator[None]:
     if ranks is None:
         yield
         return
-    error: BaseException | None = None
     try:
         yield
-    except BaseException as own:
-        error = own
-    named = isinstance(error, MegatrainError)
-    try:
-        texts = ranks.gather(None if error is None else str(error) if named else f"{type(error).__name__}: {error}")
-    finally:
-        if error is not None:
+    except BaseException as error:
+        try:
+            ranks.gather(str(error) if isinstance(error, MegatrainError) else f"{type(error).__name__}: {error}")
+        finally:
             raise error
-    if (rank := next((r for r, text in enumerate(texts) if text is not None), None)) is not None:
-        raise MegatrainError(f"rank {rank}: {texts[rank]}")
+    for rank, text in enumerate(ranks.gather(None)):
+        if text is not None:
+            raise MegatrainError(f"rank {rank}: {text}")
 
 
 # ---- one file descriptor, for all processes of a machine ----

@@ -120,7 +120,7 @@ def arguments(names: list[str], args: Any, kwargs: Any) -> tuple[Any, dict[str, 
 def role(value: Any) -> str:
     """What an argument of a decoder layer is to a template: "cache", of keys and values; "angles", (cos, sin) of
     [1 or B, S, R]; "mask", [B, h, S, S], of bools or added to logits; "": none of them."""
-    if hf_calls.is_cache(value):
+    if hf_calls.is_cache(type(value)):
         return "cache"
     if isinstance(value, tuple) and len(value) == 2 and all(
             isinstance(v, Tensor) and v.dim() == 3 and v.is_floating_point() for v in value):
