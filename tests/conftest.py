@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -21,11 +22,14 @@ from hypothesis import settings
 
 settings.register_profile("no deadline", deadline=None)      # a busy machine is no failure
 settings.load_profile("no deadline")
-
+torch.set_num_threads(1)
+# pytest listens to loggers that propagate nothing: for this one's sake each graph of torch._dynamo would be written out.
+logging.getLogger("torch.__trace").propagate = True
 
 # The longest, in their order: other processes of pytest would wait for them at the end.
 FIRST = """versions bases_apart several parity proof fused deferred moe situations cli_methods preflight planning adamw peft
            fp8_products overlap several_hf""".split()
+SEEN = [0]                     # so many modules were imported when gc last had to go through them
 COMPARED = "parity situations integration peft".split()      # plain against plain says something of these alone
 
 
@@ -36,15 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
-def pytest_collection_finish() -> None:
-    """What was imported for all the tests stays until the end: no gc.collect() has to go through it again."""
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+def pytest_runtest_setup() -> None:
+    """What is imported stays until the end: no gc.collect(), of which trainers make many, has to go through it again."""
+    if len(sys.modules) > SEEN[0] + 50:
+        gc.collect()
+        gc.freeze()
+        SEEN[0] = len(sys.modules)
 
 
 @pytest.fixture

@@ -414,15 +414,17 @@ def test_a_closure_gives_its_value_and_one_update() -> None:
 @pytest.mark.parametrize("whose", ["optimizer", "model"])
 def test_dropping_gradients_does_not_wait(whose: str) -> None:
     model, refs, opt = followed(dots(delay_us=20000))
-    model(grads_for(model, 0)).backward()
-    opt.step()
-    began = time.perf_counter()
-    (opt if whose == "optimizer" else model).zero_grad()
-    took = time.perf_counter() - began
-    assert all(p.grad is None for p in model.parameters())
-    assert took < 0.01, f"zero_grad() took {took:.4f} s, while eight naps of 10 ms on average bring gradients home"
-    follow(refs, grads_for(model, 0))
-    assert_follows(model, opt, refs)
+    took = []
+    for step in range(3):                    # what else runs may disturb one
+        model(grads_for(model, step)).backward()
+        opt.step()
+        began = time.perf_counter()
+        (opt if whose == "optimizer" else model).zero_grad()
+        took.append(time.perf_counter() - began)
+        assert all(p.grad is None for p in model.parameters())
+        follow(refs, grads_for(model, step))
+        assert_follows(model, opt, refs)
+    assert min(took) < 0.01, f"zero_grad() took {took} s, while eight naps of 10 ms on average bring gradients home"
 
 
 @pytest.mark.parametrize("how", ["optimizer", "model"])

@@ -294,6 +294,7 @@ def test_last_step_is_the_last_finished_step_of_the_trace() -> None:
         step(model, opt)
         step(model, opt)
         step(model, opt)
+        mt.model.stream.runtime_of(model).drain()        # copies of the last step may be under way, which both count
         report = mt.last_step(model)
         assert report.traced and report == t.steps()[-1]
     step(model, opt)
@@ -314,14 +315,14 @@ def test_idle_and_busy_make_the_step() -> None:
 def test_slow_layers_are_bound_by_compute() -> None:
     model = streamed()
     for layer in model.layers:
-        layer.nap = 0.005
+        layer.nap = 0.02
     opt = adamw(model)
     with mt.trace(model) as t:
         for _ in range(3):
             step(model, opt)
     report = t.steps()[-1]
     assert report.bound == "compute"
-    assert report.busy["compute"] >= LAYERS * 0.005
+    assert report.busy["compute"] >= LAYERS * 0.02
     assert report.why.startswith("bound by compute: busy ")
 
 

@@ -79,10 +79,6 @@ def newest(package: str) -> str:
     return found[1]
 
 
-def installed(package: str) -> str:
-    return importlib.metadata.version(package).partition("+")[0]
-
-
 def missing(folder: Path) -> Iterator[str]:
     """What the packages in a folder need, and neither has it nor the environment: as pip takes it."""
     own = {d.name.lower().replace("_", "-"): d for d in importlib.metadata.distributions(path=[str(folder)])}
@@ -143,7 +139,7 @@ def test_the_newest_that_the_index_has(package: str) -> None:
         version = newest(package)
     except (OSError, subprocess.TimeoutExpired) as why:
         pytest.skip(f"the index cannot be asked: {why}"[:300])
-    if version == installed(package):
+    if version == importlib.metadata.version(package).partition("+")[0]:
         pytest.skip(f"{package} {version} is what is installed")
     wrong = trains(package, version)
     if Version(version) > Version(TRIED[package]):
