@@ -27,13 +27,7 @@ import bench_loop as loop
 import torch
 from common import GIB, Clock, add_device_argument, emit, fill_cheaply, say
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    DeepseekV3Config,
-    GptOssConfig,
-    LlamaConfig,
-    PreTrainedConfig,
-    Qwen3MoeConfig,
-)
+from transformers import DeepseekV3Config, GptOssConfig, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 import megatrain_torch as mt
 from megatrain_torch.base.codes import Coded

@@ -21,16 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import (
-    GIB,
-    add_device_argument,
-    add_shape_arguments,
-    build_model,
-    emit,
-    host_rss_bytes,
-    raw_disk,
-    table,
-)
+from common import GIB, add_device_argument, add_shape_arguments, build_model, emit, host_rss_bytes, raw_disk, table
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 

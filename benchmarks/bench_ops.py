@@ -18,15 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from common import (
-    add_device_argument,
-    add_shape_arguments,
-    emit,
-    repeat,
-    say,
-    spread,
-    table,
-)
+from common import add_device_argument, add_shape_arguments, emit, repeat, say, spread, table
 from torch import Tensor
 
 from megatrain_torch import ops

@@ -231,12 +231,7 @@ class Fsdp2(Engine):
         self, model: torch.nn.Module, args: Any, device: torch.device, optimizer: bool = True
     ) -> None:
         from torch import distributed
-        from torch.distributed.fsdp import (
-            CPUOffloadPolicy,
-            MixedPrecisionPolicy,
-            OffloadPolicy,
-            fully_shard,
-        )
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         self.device = device
         self.clip = args.clip

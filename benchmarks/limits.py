@@ -17,17 +17,7 @@ import os
 import torch
 import yardstick
 from bench_adam import seconds
-from common import (
-    GIB,
-    add_device_argument,
-    add_shape_arguments,
-    emit,
-    repeat,
-    say,
-    spread,
-    synchronize,
-    table,
-)
+from common import GIB, add_device_argument, add_shape_arguments, emit, repeat, say, spread, synchronize, table
 
 from megatrain_torch import _core
 from megatrain_torch.plans.doctor import ISAS, Planes, copy_rates

@@ -11,17 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from test_cli import (  # noqa: F401
-    MARKED,
-    TEXT,
-    bytes_tokenizer,
-    lines,
-    megatrain,
-    refused,
-    threads,
-    toy,
-    trained_words,
-)
+from test_cli import MARKED, TEXT, bytes_tokenizer, lines, megatrain, refused, threads, toy, trained_words  # noqa: F401
 
 from megatrain_torch import MegatrainError
 from megatrain_torch.commands import data, folder, records, train

@@ -11,14 +11,7 @@ import pytest
 
 pytest.importorskip("transformers")
 from test_cli import TEXT, bytes_tokenizer
-from tokenizers import (
-    Tokenizer,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from megatrain_torch.commands import data

@@ -23,14 +23,7 @@ from hypothesis import strategies as st
 from kept import plain_step
 from situations import llama
 from steps import Lists, Step, simulate, track_of, tracks_of
-from transformers import (
-    GptOssConfig,
-    LlamaForCausalLM,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3MoeConfig,
-)
+from transformers import GptOssConfig, LlamaForCausalLM, PretrainedConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig
 
 import megatrain_torch as mt
 import megatrain_torch.plans.machine as machine_module

@@ -21,18 +21,7 @@ import pytest
 import torch
 from edges import Scenario
 from fusing import padded
-from kept import (
-    LINKS,
-    crossed,
-    grads_of,
-    in_part,
-    on_device,
-    overlap_off,
-    same,
-    tiny,
-    twice,
-    waiting,
-)
+from kept import LINKS, crossed, grads_of, in_part, on_device, overlap_off, same, tiny, twice, waiting
 from situations import batch, lm_loss, made
 from test_fused import FAMILIES
 from torch import Tensor, nn
