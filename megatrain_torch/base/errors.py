@@ -18,4 +18,4 @@ def check_count(value: Any, what: str, least: int = 1) -> None:
 def check_dtype(dtype: Any) -> None:
     """Raises: MegatrainError: neither None nor a torch.dtype of floating point."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise MegatrainError(f"dtype={dtype!r}: give a torch.dtype, such as torch.bfloat16")
+        raise MegatrainError(f"dtype={dtype!r}: give a torch.dtype of floating point, such as torch.bfloat16")

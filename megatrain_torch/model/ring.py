@@ -285,14 +285,17 @@ class Delivery:
 
     def __init__(self, model: Runtime) -> None:
         self._model, self._told = model, False
+        self._mates: Control | None = None
         self.shards = False      # ranks fetch their portions alone, in passes that record gradients; else each all
 
     # Both are made by the first that is gathered: the machine's ranks come there together.
 
-    @cached_property
+    @property
     def _control(self) -> Control:
         ranks = self._model.ranks
-        return Control(ranks.data, ranks.control.patience, self._model.core, ranks.mates)
+        if self._mates is None:  # no cached_property: in Python 3.11 others' would wait for this one meanwhile
+            self._mates = Control(ranks.data, ranks.control.patience, self._model.core, ranks.mates)
+        return self._mates
 
     @cached_property
     def _beside(self) -> torch.cuda.Stream | None:

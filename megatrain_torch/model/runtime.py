@@ -113,11 +113,13 @@ class Runtime:
 
     def close(self) -> None:
         """Gives everything back."""
-        patches.release(self)
-        self.cap.close()
-        if self.exchange is not None:
-            self.exchange.close()
-        self.core.close()
+        try:
+            self.cap.close()
+            if self.exchange is not None:
+                self.exchange.close()
+            self.core.close()
+        finally:                 # last: when the interpreter ends nothing may be left of that module
+            patches.release(self)
 
     def itself(self) -> Runtime:
         """For those who know it by a proxy."""

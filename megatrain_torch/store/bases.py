@@ -198,7 +198,7 @@ def _nf4(name: str, w: Tensor) -> nn.Parameter | None:
     codes = torch.empty(experts, rows, columns // 2, dtype=torch.uint8, device=w.device)
     scales = torch.empty(experts, 1, rows * columns // NF4_BLOCK, dtype=torch.float32, device=w.device)
     for expert, own, scale in () if w.is_meta else zip(w.detach(), codes, scales):
-        for to, made in zip((own, scale), nf4_codes(expert.contiguous(), NF4_BLOCK)):
+        for to, made in zip((own, scale), nf4_codes(expert.cpu().contiguous(), NF4_BLOCK)):
             to.copy_(made.view(to.shape))
     return nn.Parameter(Coded(codes, scales, "nf4", w.dtype), requires_grad=False)
 

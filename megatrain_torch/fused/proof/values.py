@@ -182,7 +182,8 @@ class Values(TorchDispatchMode):
 
     def _plain(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key:
         """Operation, arguments as its schema names them, type and sizes of what it gives; not where it runs."""
-        name = func._schema.name.partition("::")[2].removesuffix("_" * func._schema.is_mutable)
+        name = func._schema.name.removeprefix("aten::").removeprefix("megatrain_torch::")
+        name = name.removesuffix("_" * func._schema.is_mutable)
         rest = tuple((k, self._operand(v)) for k, v in sorted(kwargs.items()) if isinstance(v, Tensor) or
                      k not in ("device", "layout", "pin_memory", "memory_format", "generator"))
         return name, *map(self._operand, args), rest, str(out.dtype), out.shape
