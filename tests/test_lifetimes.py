@@ -280,7 +280,7 @@ def test_other_packages_are_as_they_were_when_the_last_one_is_gone() -> None:
 def test_an_engine_ends_with_its_process() -> None:
     """Where the last name of a model is that of a script, which goes when modules have gone."""
     code = ("import os, conftest, test_lifetimes, megatrain_torch as mt; from types import SimpleNamespace\n"
-            "m = mt.stream(test_lifetimes.llama(), device='cpu'); rt = mt.model.stream.runtime_of(m)\n"
+            "m = mt.stream(test_lifetimes.llama(), device='cpu'); rt = mt.model.registry.runtime_of(m)\n"
             "write = os.write; rt.exchange = SimpleNamespace(close=lambda: write(1, b'closed')); del rt")
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True)
     assert done.stdout == "closed", done.stderr

@@ -45,7 +45,8 @@ from .choices import Choices, check_model, choose, compute_device, fitted
 from .filling import Origins, declare, empty, fill
 from .install import install, move_buffers, remove
 from .planning import Planning
-from .runtime import Runtime, runtime_of
+from .registry import runtime_of
+from .runtime import Runtime
 
 _LOOK_S = 1.0
 _LAST_STEP_S = 10.0          # in which nothing moves: they do not go on, and this one does not wait
