@@ -132,7 +132,8 @@ def found_for_gathers(rank: int, group: Any) -> list[int]:
     from megatrain_torch.group import control
     own, control._nccl = control._nccl, lambda store, members, place, patience: (store, members, place)
     try:
-        store, members, place = control.Control(group).gathers(timedelta(minutes=1))
+        found = control.Control(group)               # until all are here: it has their connections
+        store, members, place = found.gathers(timedelta(minutes=1))
     finally:
         control._nccl = own
     store.set(f"here {place}", "")
