@@ -17,6 +17,10 @@ if (sys.argv[:1] == ["-m"] and __name__ in sys.orig_argv) or os.path.basename(sy
 
     signal.signal(signal.SIGINT, interrupted)
 
+# A process has more than a dozen streams. On CUDA's 8 hardware queues one stream's kernel waits for what another has put
+# before it, such as all updates of layers that stay on the GPU. CUDA reads this when it starts.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
 from ._core import __version__
 from .base.errors import MegatrainError
 from .base.limits import parse_bytes, show_bytes
