@@ -17,8 +17,7 @@ if (sys.argv[:1] == ["-m"] and __name__ in sys.orig_argv) or os.path.basename(sy
 
     signal.signal(signal.SIGINT, interrupted)
 
-# A process has more than a dozen streams. On CUDA's 8 hardware queues one stream's kernel waits for what another has put
-# before it, such as all updates of layers that stay on the GPU. CUDA reads this when it starts.
+# With CUDA's own 8 hardware queues a dozen streams wait for each other. It is read when CUDA starts.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 from ._core import __version__
@@ -37,7 +36,3 @@ __all__ = ["AdamW", "CheckpointInfo", "Machine", "MegatrainError", "Plan", "Savi
            "__version__", "checkpoint_bytes", "choices", "explain", "from_config", "from_pretrained", "gather",
            "inspect_checkpoint", "last_step", "load", "masters", "measure_machine", "parse_bytes", "plan",
            "read_pretrained", "save", "show_bytes", "storage", "stream", "stream_trainer", "trace", "unstream"]
-
-# Pickles of public classes name modules that had no rooms.
-for _name, _kind in (("machine", Machine), ("planner", Plan), ("report", StepReport), ("storage", Storage)):
-    sys.modules[f"{__name__}.{_name}"] = sys.modules[_kind.__module__]

@@ -1,12 +1,11 @@
 """The package's own doors: mt.AdamW, mt.masters, mt.explain, mt.last_step, refusals of arguments.
 
-AdamW's arithmetic is not torch's to the bit: it computes in another, more accurate order, with fused
-multiply-adds (DESIGN section 6). What is compared with torch is stated beside each tolerance; what is
-compared with itself must agree bit for bit.
+AdamW's arithmetic is not torch's to the bit: fused multiply-adds, in a more accurate order (docs/numerics.md).
 """
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from typing import Any
 
@@ -30,6 +29,10 @@ from megatrain_torch.model.stream import runtime_of
 def grads_of(model: nn.Module) -> dict[str, Tensor]:
     lm_loss(model, batch(0)).backward()
     return {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_cuda_starts_with_a_hardware_queue_for_each_stream() -> None:
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"       # as the package's import leaves it; a script's own stays
 
 
 # ---------------------------------------------------------------- AdamW

@@ -26,16 +26,15 @@ typedef struct disk_wish {
 /* All room is reserved before any state is made. On failure the engine is as it was. */
 static mt_status disk_open(mt_engine *e, const disk_wish *w)
 {
-    int       threads = mt_pool_threads(e->cx.pool), added = 0;
+    int       added = 0;
     mt_file  *file = NULL;
     mt_pool  *pool = NULL;
     mt_disk  *disk = NULL;
     mt_status st;
 
     MT_TRY(mt_file_open(w->path, w->limit, w->threads, NULL, &file));
-    MT_TRY(mt_pool_open(threads < DISK_POOL ? threads : DISK_POOL, &pool));
-    MT_TRY(mt_disk_open(&e->cx, mt_file_blocks(file), pool, w->n_buffers, (size_t)w->bytes,
-                        &disk));
+    MT_TRY(mt_pool_open(e->threads < DISK_POOL ? e->threads : DISK_POOL, &pool));
+    MT_TRY(mt_disk_open(&e->cx, mt_file_blocks(file), pool, w->n_buffers, (size_t)w->bytes, &disk));
     for (; added < w->n; added++)
         MT_TRY(mt_disk_add(disk, w->units[added], added < w->n_weights));
     MT_TRY(mt_file_reserve(file, mt_disk_need(disk)));

@@ -508,8 +508,7 @@ static PyObject *py_homes(PyObject *module, PyObject *placing)
     if (homes == NULL || several == NULL || scratch == NULL)
         return PyErr_NoMemory();
     n = mt_search_homes(&in, homes, several, scratch);
-    return Py_BuildValue("(y#y#)", homes, SIZE(n * in.n_units, *homes), several,
-                         SIZE(n, *several));
+    return Py_BuildValue("(y#y#)", homes, SIZE(n * in.n_units, *homes), several, SIZE(n, *several));
 }
 
 static PyObject *ints_out(const int64_t *row, Py_ssize_t n)

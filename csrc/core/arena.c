@@ -331,8 +331,7 @@ mt_status mt_arena_device(mt_arena *a, size_t from, size_t bytes, mt_dev *dev, c
         st = dev->ops->mem_alloc(dev, bytes, &mem);
         if (st == MT_EDEVMEM)
             return MT_FAIL(st, "%s: no %zu bytes (%.1f MiB) of device memory; let fewer units live "
-                           "there",
-                           what, bytes, mib(bytes));
+                           "there", what, bytes, mib(bytes));
         if (st != MT_OK)
             return st;
         made.base = (void *)((uintptr_t)mem - from);

@@ -807,8 +807,7 @@ static int is_put(visit *v, int write)
 static mt_status move(visit *v, int write)
 {
     MT_DO(UNTIL(v->d, is_put(v, write), v->l->unit, "requests for the same piece"));
-    MT_DO(UNTIL(v->d, v->k->at == TAKEN, v->l->unit,
-                         "a piece, for who reads or writes it here"));
+    MT_DO(UNTIL(v->d, v->k->at == TAKEN, v->l->unit, "a piece, for who reads or writes it here"));
     return mt_ledger_check(v->d->store);
 }
 

@@ -18,7 +18,6 @@ typedef struct range {
 } range;
 
 static atomic_uint     forks;
-static pthread_once_t  once = PTHREAD_ONCE_INIT;
 static mt_mutex        files_mu = MT_MUTEX(MT_RANK_FORKS_FILES);
 static mt_mutex        memory_mu = MT_MUTEX(MT_RANK_LEAF);
 static range          *ranges;               /* [n_ranges] of room_ranges. memory_mu */
@@ -55,14 +54,13 @@ static void in_child(void)
     in_parent();
 }
 
-static void watch_forks(void)
+static void __attribute__((constructor)) watch_forks(void)
 {
     (void)pthread_atfork(before, in_parent, in_child);
 }
 
 unsigned mt_forks(void)
 {
-    (void)pthread_once(&once, watch_forks);
     return atomic_load(&forks);
 }
 

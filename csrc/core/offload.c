@@ -437,8 +437,7 @@ static void note(mt_offload *o, const ticket *t, tally *y, int sent)
 
         y->flags[p->item.param] = (unsigned char)(!sent ? 0 :
             (o->cx->share == NULL ? MT_GRAD_COUNTED : 0) |
-            (p->chunks != NULL ? MT_GRAD_CHUNKED : 0) |
-            (p->acc != NULL ? MT_GRAD_SUMMED : 0));
+            (p->chunks != NULL ? MT_GRAD_CHUNKED : 0) | (p->acc != NULL ? MT_GRAD_SUMMED : 0));
         o->d2h_bytes += sent && !p->settled ? p->bytes : 0;      /* what leaves the device */
     }
 }
@@ -551,9 +550,8 @@ mt_status mt_offload_drain(mt_offload *o)
 /* Under mu. NULL: nothing was ever put for it. */
 static tally *known(const mt_offload *o, int unit, int param)
 {
-    if (unit < 0 || unit >= o->n_tally || o->tally[unit] == NULL)
-        return NULL;
-    return param >= 0 && param < mt_store_params(o->store, unit) ? o->tally[unit] : NULL;
+    return unit >= 0 && unit < o->n_tally && param >= 0 &&
+           param < mt_store_params(o->store, unit) ? o->tally[unit] : NULL;
 }
 
 int mt_offload_has(mt_offload *o, int unit, int param, mt_grad_known what)

@@ -12,17 +12,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define SLICE_NS 50000000u
-
-/* As the kernel has it, which glibc before 2.41 does not. sched_setattr(2). */
-struct attr {
-    uint32_t size, policy;
-    uint64_t flags;
-    int32_t  nice;
-    uint32_t priority;
-    uint64_t runtime_ns, deadline_ns, period_ns;
-};
-
 struct mt_pool {
     int             n_threads;   /* the caller counted; constant */
     mt_mutex        turn;        /* held by the caller whose loop it is */
@@ -47,31 +36,25 @@ static void take_chunks(mt_pool *p)
         p->fn(p->arg, i);
 }
 
-/* The pool has nearly all processors for tens of milliseconds at a time. Where a thread that wakes
- * to launch kernels or to pass on a copy has a shorter slice than who runs, Linux (6.12 or newer)
- * lets it go first; else it waits for some 3 ms each time, with the device. Shares of time stay as
- * they are. */
-static void ask_for_long_slices(void)
-{
-    static _Thread_local int asked;
-    struct attr              a;
-
-    if (asked)
-        return;
-    asked = 1;
-    if (syscall(SYS_sched_getattr, 0, &a, (unsigned)sizeof a, 0u) == 0 && a.policy == 0) {
-        a.flags = 0;
-        a.runtime_ns = SLICE_NS;
-        (void)syscall(SYS_sched_setattr, 0, &a, 0u);
-    }
-}
-
 static mt_status take_part(void *arg, mt_job *job)
 {
+    static _Thread_local struct {            /* sched_attr of sched_setattr(2) */
+        uint32_t size, policy;
+        uint64_t flags;
+        uint32_t nice, priority;
+        uint64_t slice_ns, deadline_ns, period_ns;
+    } a;
     mt_pool *p = arg;
 
     (void)job;
-    ask_for_long_slices();
+    /* Linux (6.12 or newer) lets a thread that wakes go before one with a longer slice, for the
+     * same share of time. Else who launches kernels waits 3 ms for the pool, and the device too. */
+    if (a.size == 0 && syscall(SYS_sched_getattr, 0, &a, (unsigned)sizeof a, 0u) == 0 &&
+        a.policy == 0) {
+        a.flags = 0;
+        a.slice_ns = 50000000;
+        (void)syscall(SYS_sched_setattr, 0, &a, 0u);
+    }
     mt_unlock(&p->mu);
     take_chunks(p);
     mt_lock(&p->mu);
@@ -104,11 +87,6 @@ void mt_pool_close(mt_pool *p)
     mt_mutex_close(&p->turn);
     free(p->jobs);
     free(p);
-}
-
-int mt_pool_threads(const mt_pool *p)
-{
-    return p != NULL ? p->n_threads : 1;
 }
 
 void mt_pool_run(mt_pool *p, mt_chunk_fn fn, void *arg, int64_t n_chunks)

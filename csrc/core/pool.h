@@ -21,7 +21,6 @@ mt_status mt_pool_open(int n_threads, mt_pool **out);
 void      mt_pool_close(mt_pool *p);                 /* NULL is fine; no run is under way */
 MT_CLOSER(mt_pool_close, mt_pool)
 /* p NULL: the calling thread alone. */
-int       mt_pool_threads(const mt_pool *p);
 void      mt_pool_run(mt_pool *p, mt_chunk_fn fn, void *arg, int64_t n_chunks);
 
 #endif

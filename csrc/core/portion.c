@@ -30,9 +30,8 @@ mt_status mt_shape_cut(const mt_shape *s, const char *name, int owner, int owner
 
 size_t mt_shape_byte(const mt_shape *s, mt_bound b)
 {
-    if (b.param >= s->n)                 /* of a unit that is not there, too */
-        return s->bytes;
-    return s->offset[b.param] + (size_t)b.from * mt_dtype_bytes(s->desc[b.param].dtype);
+    return b.param >= s->n ? s->bytes    /* of a unit that is not there, too */
+           : s->offset[b.param] + (size_t)b.from * mt_dtype_bytes(s->desc[b.param].dtype);
 }
 
 /* Elements of the parameter that lie before the bound. */

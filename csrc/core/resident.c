@@ -640,8 +640,7 @@ static mt_status put_update(mt_resident *r, mt__settled *h, const mt_update_job 
     mt_timeline_end(r->cx->timeline, &span, u->bytes, r->queue);
     MT_DO(record_done(r, h));
     r->updated = h->done;
-    mt_mirror_change(r->store, u->unit, u->params, u->n_params,
-                     ~kept & ~(r->ferry.open ? HI : 0));
+    mt_mirror_change(r->store, u->unit, u->params, u->n_params, ~kept & ~(r->ferry.open ? HI : 0));
     for (int i = 0; r->ferry.open && i < u->n_params; i++)       /* the share will have the rest */
         mt_mirror_tell(r->store, u->unit, u->params[i], HI, MT_MIRROR_SET);
     if (away)

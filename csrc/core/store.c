@@ -449,9 +449,8 @@ void mt_store_summed(mt_store *s, int unit)
 /* The first chunk of what is behind the bound. */
 static size_t chunk_at(const mt__unit *u, mt_bound b)
 {
-    if (b.param == u->shape.n)
-        return u->board.n_chunks;
-    return u->chunk[b.param] + (size_t)chunks_of(u->shape.desc[b.param].dtype, b.from);
+    return b.param == u->shape.n ? u->board.n_chunks
+           : u->chunk[b.param] + (size_t)chunks_of(u->shape.desc[b.param].dtype, b.from);
 }
 
 void mt__chunks_of(const mt__unit *u, const mt_portion *p, size_t *from, size_t *n)
@@ -569,8 +568,7 @@ void mt__unbind(mt_store *s, mt__unit *u)
 {
     atomic_fetch_sub(&s->mapped[MT_PLANE_GRAD],
                      plane_close(&u->plane[MT__HOST][MT_PLANE_GRAD], u->shape.n));
-    atomic_fetch_sub(&s->on_device,
-                     plane_close(&u->plane[MT__DEVICE][MT_PLANE_GRAD], u->shape.n));
+    atomic_fetch_sub(&s->on_device, plane_close(&u->plane[MT__DEVICE][MT_PLANE_GRAD], u->shape.n));
 }
 
 /* Under making. Nothing to do when the plane is there. */
@@ -744,9 +742,7 @@ mt_status mt_store_in_arena(mt_store *s, int unit, int param, mt_plane p, int *i
  * own. NULL: there is no more. */
 static mt_arena *arena_of(const mt__unit *u, mt__plane *pl, int i)
 {
-    if (i < 0)
-        return &pl->arena;
-    return pl->own != NULL && i < u->shape.n ? &pl->own[i] : NULL;
+    return i < 0 ? &pl->arena : pl->own != NULL && i < u->shape.n ? &pl->own[i] : NULL;
 }
 
 mt_status mt_store_commit(mt_store *s, int unit, mt_plane p)
@@ -921,8 +917,7 @@ static void assert_unit(const mt_store *s, const mt__unit *u)
     for (int p = 0; p < MT_PLANE_COUNT; p++) {
         const mt__plane *host = &u->plane[MT__HOST][p];
 
-        MT_ASSERT((atomic_load(&u->home)->device >> p & 1) ||
-                  u->plane[MT__DEVICE][p].at == NULL);
+        MT_ASSERT((atomic_load(&u->home)->device >> p & 1) || u->plane[MT__DEVICE][p].at == NULL);
         MT_ASSERT(host->at != NULL || host->arena.base == NULL);
     }
 }

@@ -575,9 +575,8 @@ static mt_status hand_over(mt_stream *s, int64_t i, mt_queue *run)
     const mt_step *step = &mt__course_schedule(&s->course)->steps[i];
     int            k = holding(s, step->unit, step->slot);
 
-    if (k == step->slot || (k >= 0 && mt__course_keeps(&s->course, i, k)))
-        return MT_OK;
-    return fetch(s, step->slot, step->unit, comes_in_part(s, step->unit), run);
+    return k == step->slot || (k >= 0 && mt__course_keeps(&s->course, i, k)) ? MT_OK
+           : fetch(s, step->slot, step->unit, comes_in_part(s, step->unit), run);
 }
 
 mt_status mt_stream_begin(mt_stream *s)

@@ -395,8 +395,7 @@ static mt_status put_cuda(mt_sumsq *s, mt_queue *q, order o)
     if (error != NULL)
         return MT_FAIL(MT_EDEVICE, "sumsq of %lld elements: %s", (long long)o.n, error);
     return o.chunks == NULL || o.n == 0 ? MT_OK
-         : s->dev->ops->copy(q, o.chunks, s->sums,
-                             (size_t)MT_SUMSQ_CHUNKS(o.n) * sizeof *o.chunks);
+         : s->dev->ops->copy(q, o.chunks, s->sums, (size_t)MT_SUMSQ_CHUNKS(o.n) * sizeof *o.chunks);
 }
 #endif
 

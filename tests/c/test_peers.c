@@ -717,8 +717,7 @@ static void fetch(runner *r, int unit)
     }
     CHECK_OK(mt_ledger_fetch_begin(r->cx.store, unit, &version));
     CHECK_OK(mt_store_hi(r->cx.store, unit, &hi));
-    CHECK_OK(r->cx.dev->ops->copy(r->h2d, r->slot[unit], hi,
-                                  mt_store_hi_bytes(r->cx.store, unit)));
+    CHECK_OK(r->cx.dev->ops->copy(r->h2d, r->slot[unit], hi, mt_store_hi_bytes(r->cx.store, unit)));
     CHECK_OK(mt_ledger_fetching(r->cx.store, unit, r->h2d));
 }
 
