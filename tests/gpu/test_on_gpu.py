@@ -34,15 +34,15 @@ def lines(script: str, *words: str) -> list[dict[str, object]]:
 
 
 def test_a_long_kernel_is_warned_of_and_one_that_hangs_ends_the_wait() -> None:
-    """_sleep(2e9) takes one to two seconds: more than one limit of 0.4 s, less than six; and 4e9 more than six of 0.1."""
+    """_sleep(3e9) takes 1.5 to 2.5 seconds: more than one limit of 0.5 s, less than six; and 4e9 more than six of 0.1."""
     engine = _core.Engine("cuda", threads=1)
     unit = engine.add_unit("layers.0", [_core.DTYPES["F32"]], [1000], [True])
     grad = torch.ones(1000, device="cuda")
     stream = torch.cuda.current_stream().cuda_stream
     names = r"compute, unit layers\.0 waits for its gradients' kernels \(the event GRAD\)"
 
-    engine.watchdog(0.4)
-    torch.cuda._sleep(2_000_000_000)
+    engine.watchdog(0.5)
+    torch.cuda._sleep(3_000_000_000)
     with pytest.warns(RuntimeWarning, match=names):
         engine.offload(unit, [(0, grad.data_ptr(), 0, False)], stream)
         engine.wait_grads(unit)
