@@ -17,7 +17,7 @@ if (sys.argv[:1] == ["-m"] and __name__ in sys.orig_argv) or os.path.basename(sy
 
     signal.signal(signal.SIGINT, interrupted)
 
-# With CUDA's own 8 hardware queues a dozen streams wait for each other. It is read when CUDA starts.
+# In CUDA's default of 8 hardware queues, more than a dozen streams wait for each other. CUDA reads this when it starts.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 from ._core import __version__

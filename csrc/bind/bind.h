@@ -107,7 +107,7 @@ typedef struct mt_engine {
     PyObject   *error;       /* MegatrainError, owned */
     PyObject   *held, *renew;/* bound methods of SlotHooks, owned; NULL before open_slots */
     mt_memory  *memory;      /* one holder of it */
-    int         rank, ranks, threads;    /* it owns a part of every unit, or (1) all; its pool's */
+    int         rank, ranks; /* it is one of several owners of every unit, or (1) the only one */
     mt_context  cx;          /* dev, pool, share and store are memory's; all NULL before __init__,
                               * the rest once closed too. through, disk, feed, arrive: as units live
                               * there */

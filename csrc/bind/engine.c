@@ -223,7 +223,7 @@ static mt_status engine_open(mt_engine *e, const engine_wish *w)
     if (e->rank < 0 || e->rank >= e->ranks || e->ranks > MT_OWNERS_MOST)
         return MT_FAIL(MT_EINVAL, "an engine cannot be rank %d of %d; there may be 1 to %d, "
                        "counted from 0", e->rank, e->ranks, MT_OWNERS_MOST);
-    MT_DO(mt_pool_open(e->threads = w->threads, &h->pool));
+    MT_DO(mt_pool_open(w->threads, &h->pool));
     MT_DO(open_device(w->device, w->index, w->delay_us, w->seed, &h->dev));
     if (w->share < 0 && (e->ranks > 1 || w->speakers != NULL))
         return MT_FAIL(MT_EINVAL, "an Engine that shares nothing has neither ranks nor speakers");

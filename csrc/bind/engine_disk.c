@@ -33,7 +33,7 @@ static mt_status disk_open(mt_engine *e, const disk_wish *w)
     mt_status st;
 
     MT_TRY(mt_file_open(w->path, w->limit, w->threads, NULL, &file));
-    MT_TRY(mt_pool_open(e->threads < DISK_POOL ? e->threads : DISK_POOL, &pool));
+    MT_TRY(mt_pool_open(DISK_POOL, &pool));
     MT_TRY(mt_disk_open(&e->cx, mt_file_blocks(file), pool, w->n_buffers, (size_t)w->bytes, &disk));
     for (; added < w->n; added++)
         MT_TRY(mt_disk_add(disk, w->units[added], added < w->n_weights));

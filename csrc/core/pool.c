@@ -39,19 +39,16 @@ static void take_chunks(mt_pool *p)
 static mt_status take_part(void *arg, mt_job *job)
 {
     static _Thread_local struct {            /* sched_attr of sched_setattr(2) */
-        uint32_t size, policy;
-        uint64_t flags;
-        uint32_t nice, priority;
+        uint32_t size, policy, flags[2], nice, priority;
         uint64_t slice_ns, deadline_ns, period_ns;
     } a;
     mt_pool *p = arg;
 
     (void)job;
-    /* Linux (6.12 or newer) lets a thread that wakes go before one with a longer slice, for the
-     * same share of time. Else who launches kernels waits 3 ms for the pool, and the device too. */
+    /* 50 ms: Linux (6.12 or newer) lets a thread that wakes preempt one with a longer slice. Else
+     * threads that launch kernels wait milliseconds for the pool, and the device for them. */
     if (a.size == 0 && syscall(SYS_sched_getattr, 0, &a, (unsigned)sizeof a, 0u) == 0 &&
         a.policy == 0) {
-        a.flags = 0;
         a.slice_ns = 50000000;
         (void)syscall(SYS_sched_setattr, 0, &a, 0u);
     }

@@ -385,8 +385,7 @@ class Coded(Tensor):
             return args[0].over(args[0].codes.to(device=where), args[0].scales.to(device=where))
         if func in (_ATEN.stack.default, _ATEN.cat.default) and (joined := _joined(func, *args)) is not None:
             return joined
-        return func(*tree_map_only(Coded, Coded.expand_codes, args),
-                    **tree_map_only(Coded, Coded.expand_codes, kwargs))
+        return func(*tree_map_only(Coded, Coded.expand_codes, args), **tree_map_only(Coded, Coded.expand_codes, kwargs))
 
 
 def _joined(func: Any, tensors: list[Any], dim: int = 0) -> Coded | None:

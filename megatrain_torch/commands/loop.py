@@ -50,7 +50,7 @@ OURS = frozenset("""
     learning_rate lr_scheduler_type max_grad_norm weight_decay logging_steps logging_first_step eval_strategy eval_steps
     save_strategy save_steps save_total_limit use_cpu bf16 fp16 gradient_checkpointing report_to disable_tqdm
     dataloader_pin_memory max_length remove_unused_columns prediction_loss_only push_to_hub model_init_kwargs
-    chat_template_path hub_token hub_strategy hub_always_push accelerator_config logging_nan_inf_filter""".split())
+    chat_template_path hub_token hub_strategy hub_always_push""".split())
 HELD_OUT_ROWS = 200                  # at most, by default: an evaluation is a small part of a run
 
 
@@ -318,15 +318,15 @@ def arguments(settings: Settings, held: bool) -> Any:
     # Of a reference model, and a reward model: TRL would put them on the GPU, whole.
     beside = {"model_init_kwargs": {"device_map": None, "dtype": s.dtype}}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}
-    ours = dict(      # no autocast; the plan says what is kept for backward; a batch's copy waits for no kernel
-        output_dir=s.out, learning_rate=s.lr, max_steps=s.steps, disable_tqdm=True,
-        per_device_train_batch_size=micro_rows, per_device_eval_batch_size=micro_rows, lr_scheduler_type=s.schedule,
-        max_grad_norm=s.clip, save_strategy="steps", save_steps=s.save_every, save_total_limit=s.keep,
-        gradient_accumulation_steps=s.micro, gradient_checkpointing=False, logging_nan_inf_filter=False,
-        logging_steps=s.log_every, logging_first_step=True, eval_steps=s.eval_every, use_cpu=s.device == "cpu",
-        eval_strategy="steps" if held else "no", report_to=[] if s.report_to == "none" else [s.report_to], bf16=False,
-        seed=s.seed, dataloader_pin_memory=s.device == "cuda", accelerator_config={"non_blocking": s.device == "cuda"})
-    usual = dict(warmup_steps=int(s.warmup * s.steps), log_level_replica="error", **best if s.early_stopping else {})
+    ours = dict(                                         # no autocast; what is kept for backward, the plan says
+        output_dir=s.out, per_device_train_batch_size=micro_rows, per_device_eval_batch_size=micro_rows, seed=s.seed,
+        gradient_accumulation_steps=s.micro, max_steps=s.steps, learning_rate=s.lr, lr_scheduler_type=s.schedule,
+        max_grad_norm=s.clip, gradient_checkpointing=False, bf16=False, logging_steps=s.log_every, disable_tqdm=True,
+        logging_first_step=True, report_to=[] if s.report_to == "none" else [s.report_to], use_cpu=s.device == "cpu",
+        eval_strategy="steps" if held else "no", eval_steps=s.eval_every, dataloader_pin_memory=s.device == "cuda",
+        save_strategy="steps", save_steps=s.save_every, save_total_limit=s.keep)
+    usual = dict(warmup_steps=int(s.warmup * s.steps), log_level_replica="error", logging_nan_inf_filter=False,
+                 accelerator_config={"non_blocking": s.device == "cuda"}, **best if s.early_stopping else {})
     if s.method == "sft":
         ours |= dict(prediction_loss_only=True, remove_unused_columns=False)
     elif s.method == "grpo":

@@ -39,8 +39,7 @@ class LateGrad(Tensor):
 
     @staticmethod
     def __new__(cls, record: Record) -> LateGrad:
-        out = Tensor._make_wrapper_subclass(cls, record.shape, strides=record.stride, dtype=record.dtype,
-                                            device="cpu")
+        out = Tensor._make_wrapper_subclass(cls, record.shape, strides=record.stride, dtype=record.dtype, device="cpu")
         out._record = weakref.ref(record)        # which holds it
         return out
 

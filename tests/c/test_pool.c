@@ -88,7 +88,7 @@ TEST(all_threads_take_part)
     REQUIRE(pthread_barrier_init(&all, NULL, 4) == 0);
     mt_pool_run(p, meet, &all, 4);
     mt_pool_run(p, meet, &all, 4);
-    for (int i = 0, longer = 0; i < 4; i++) {        /* all but the caller; nice as it was */
+    for (int i = 0, longer = 0; i < 4; i++) {        /* all but the caller; 0: an older Linux */
         longer += shares[i].slice_ns == 50000000 && shares[i].before[2] == shares[0].before[2];
         CHECK(i < 3 || shares[0].slice_ns == 0 || longer == 3);
     }

@@ -408,8 +408,7 @@ class Proof(torch.fx.Interpreter):
         r, choose = self.mlp.router, partial(self.choose, "its router")
         read = [b, self.w[r.weight], *([self.w[r.bias]] if r.bias else [])]
         # In fp32, which a router's fp32 weights make of a 16-bit layer's input too, as some families have them.
-        wide, logits = choose((True, False),
-                              lambda wide: linear(*(t.float() if wide else t for t in read)))
+        wide, logits = choose((True, False), lambda wide: linear(*(t.float() if wide else t for t in read)))
         (kind, _), found = choose((
             ("sigmoid", lambda: logits.float().sigmoid()),
             ("softmax", lambda: F.softmax(logits.float(), dim=-1)),
