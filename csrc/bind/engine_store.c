@@ -95,7 +95,7 @@ PyObject *mt_engine_set_trainable(PyObject *self, PyObject *args)
     mt_status st = MT_OK;
 
     MT_ENGINE(e, "O&O&p:set_trainable", mt_as_unit, &unit, mt_as_param, &param, &on);
-    if (on)                              /* from now on updates keep it current on the host */
+    if (on)                              /* updates may keep it current on the host from now on */
         MT_WAITING(e, st, mt_mirror_read(e->cx.store, unit, param));
     if (st == MT_OK)
         st = mt_store_set_trainable(e->cx.store, unit, param, on);

@@ -85,8 +85,8 @@ struct mt_home {
     const mt_home *from;         /* where units come from, and go back to; NULL: this is ram */
     unsigned       away;         /* planes that it keeps: host memory mirrors them (mirror.h) */
     unsigned       later;        /* of those: planes in a slot, stored when that is used next. In a
-                                  * share host memory of trained ones stays, and is registered: the
-                                  * ferry keeps it current */
+                                  * share what is not aloft (mirror.c) stays in host memory, and is
+                                  * registered: the ferry keeps it current */
     unsigned       stays;        /* of those: planes whose host memory is never given back */
     unsigned       visit;        /* planes that the host keeps, and the device has around an
                                   * update */

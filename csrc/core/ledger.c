@@ -487,6 +487,13 @@ mt_status mt_ledger_wait_saved(mt_store *s, int unit)
 
 /* ---- copies out of HI ------------------------------------------------------------------- */
 
+/* Of a settled unit: no device writes it before this fetch is over. An update that is announced
+ * while a rank saves the unit waits for that. */
+static int is_still(const mt__unit *u)
+{
+    return is_stepped(u) || (u->shared && !is_saved(u));
+}
+
 /* The mover, before the copy. An update announced after this finds the announcement, and its
  * updater waits in mt_ledger_wait_fetch until the copy is in h2d. */
 mt_status mt_ledger_fetch_begin(mt_store *s, int unit, uint64_t *version)
@@ -495,10 +502,11 @@ mt_status mt_ledger_fetch_begin(mt_store *s, int unit, uint64_t *version)
     int       begun = 0, settled = u != NULL && atomic_load(&u->home)->later != 0;
 
     while (!begun) {                     /* a settled unit is fetched from other devices */
-        MT_DO((settled ? mt_ledger_wait_stepped : mt_ledger_wait_updates)(s, unit));
+        MT_DO(settled ? WAIT_UNTIL(s, unit, v, is_still(v), "its update on all devices")
+                      : mt_ledger_wait_updates(s, unit));
         mt_lock(&s->ledger.mu);
         /* else another was announced meanwhile */
-        if ((begun = settled ? is_stepped(u) : is_updated(u))) {
+        if ((begun = settled ? is_still(u) : is_updated(u))) {
             u->account.fetches++;
             *version = u->account.version;
         }

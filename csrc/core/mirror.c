@@ -55,6 +55,8 @@ static void tell(mt__unit *u, int param, unsigned planes, mt_mirror_event e)
         const mt_param_desc *d = &u->shape.desc[i];
 
         MT_ASSERT(next != MT_MIRROR_NEVER);
+        if (next == MT_MIRROR_FRESH && p == MT_PLANE_HI && mt__aloft(u, i))
+            next = MT_MIRROR_STALE;      /* what the host has of it is on the board */
         /* A plane that has nothing for a parameter's type stays EMPTY. */
         if (next != MT_MIRROR_NEVER && next != *c &&
             (*c != MT_MIRROR_EMPTY || mt_plane_bytes((mt_plane)p, d->dtype,
@@ -101,6 +103,11 @@ void mt_mirror_change(mt_store *s, int unit, const int *params, int n, unsigned 
     MT_HOLD(&s->mirror_mu);
     for (int i = 0; i < n; i++)
         tell(mt__unit_at(s, unit), params[i], planes, MT_MIRROR_CHANGED);
+}
+
+int mt_mirror_aloft(mt_store *s, int unit, int param)
+{
+    return mt__aloft(mt__unit_at(s, unit), param);
 }
 
 int mt_mirror_any(mt_store *s, int unit, int param, unsigned planes, unsigned states)
@@ -331,6 +338,17 @@ typedef struct others {
     int             waits;                   /* it is counted in the ledger's `bringing` */
 } others;
 
+/* What a plane's word is when all of it is there as it is now. Hand-overs change gradients, and
+ * updates all else. What waits for a save to copy it has not changed yet. */
+static uint64_t stamp(mt_store *s, const mt__unit *u, int p)
+{
+    const struct mt__account *c = &u->account;
+
+    MT_HOLD(&s->ledger.mu);
+    return STAMP * (1 + (GRADIENTS >> p & 1 ? c->begun[MT_COUNT_LANDED] - (uint64_t)c->grads
+                                            : c->begun[MT_COUNT_UPDATED] - (uint64_t)c->updates));
+}
+
 /* Under ledger.mu. Those that nobody has brought are ours to bring, or, if there are none, all are
  * here. Other ranks are awaited by who finds one busy alone: one that has left is no fault else. */
 static int are_here_or_ours(others *a)
@@ -343,6 +361,8 @@ static int are_here_or_ours(others *a)
 
         if (!(a->planes >> p & 1) || is == a->want[p] || is == (a->want[p] | CLAIMED))
             continue;
+        if (p == MT_PLANE_HI && mt__aloft(a->u, -1))     /* what somebody claims may not change */
+            a->want[p] |= is & CLAIMED;
         if (is & BUSY || !atomic_compare_exchange_strong(word, &is, a->want[p] | BUSY))
             wait = 1;
         else
@@ -499,23 +519,28 @@ mt_status mt__mirror_serve(mt_store *s, uint64_t about, int *gone)
 
 /* ---- weights that are aloft ------------------------------------------------------------------
  *
- * In a share each device has all weights of a unit that lives there, and those that nobody trains
- * are the same on all. When all ranks evict the unit, host memory of these is given back: they are
- * aloft until the unit moves, and STALE. Who reads one copies all of the unit's to the share, from
- * its own slot, and says on the board, in the word of plane HI, that they are there. A save's go
- * when all have read; others' stay until the next evict, and so they may be written. */
+ * In a share each device has all weights of a unit that lives there. Those that nobody trains are
+ * the same on all; where all are trained, they come from slot to slot, if slots are within reach.
+ * When all ranks evict the unit, host memory of these is given back: they are aloft until the unit
+ * moves, and STALE. Who reads one copies all of the unit's to the share, from its own slot, and
+ * says on the board, in the word of plane HI, that they are there, as they were after so many
+ * updates. A save's go when all have read; others' stay until the next evict, and so they may be
+ * written. */
 
 /* Weights that are aloft count as written only where a reader has brought them for good: what a
- * save brought may be gone before it is fetched. */
+ * save brought may be gone before it is fetched. Trained ones, where none were newer. */
 void mt__mirror_touched(mt_store *s, int unit)
 {
     mt__unit *u = mt__unit_at(s, unit);
     uint64_t  is = u->shared ? atomic_load(mt_board_plane(&u->board, MT_PLANE_HI)) : 0;
+    uint64_t  now = stamp(s, u, MT_PLANE_HI) | CLAIMED;
 
     MT_HOLD(&s->mirror_mu);
     for (int i = 0; i < u->shape.n; i++)
-        if (!mt__aloft(u, i) || (is & (BUSY | CLAIMED)) == CLAIMED)
-            tell(u, i, HI, mt__aloft(u, i) ? MT_MIRROR_SET : MT_MIRROR_TOUCHED);
+        if (!mt__aloft(u, i) || (is != now && mt_store_trainable(s, unit, i)))
+            tell(u, i, HI, MT_MIRROR_TOUCHED);
+        else if ((is & (BUSY | CLAIMED)) == CLAIMED)
+            tell(u, i, HI, MT_MIRROR_SET);
 }
 
 /* param: the one that is read; -1: any. */
@@ -527,7 +552,7 @@ static mt_status lower(mt_store *s, int unit, int param, int claims)
 
     if (!mt__aloft(u, param))
         return MT_OK;
-    a.want[MT_PLANE_HI] = STAMP + (claims ? CLAIMED : 0);
+    a.want[MT_PLANE_HI] = stamp(s, u, MT_PLANE_HI) | (claims ? CLAIMED : 0);
     if ((st = await_others(&a)) != MT_OK || a.mine == 0)
         return st;
     if ((st = mt_mirror_enter(s, unit)) == MT_OK) {
@@ -545,7 +570,6 @@ static mt_status lower(mt_store *s, int unit, int param, int claims)
 static mt_status bring(mt_store *s, int unit, int param, unsigned planes, int claims, int all)
 {
     others             a = { .s = s, .u = mt__unit_at(s, unit) };
-    const struct mt__account *c = &mt__unit_or_none(s, unit)->account;
     unsigned           own = kept(s, unit, planes);
     mt_status          st;
 
@@ -572,14 +596,8 @@ static mt_status bring(mt_store *s, int unit, int param, unsigned planes, int cl
     if (a.planes == 0)
         return MT_OK;
     MT_DO(wait_for(s, unit, a.planes, claims));
-    mt_lock(&s->ledger.mu);
-    /* Hand-overs change gradients, and updates all else. What waits for a save to copy it has not
-     * changed yet. */
     for (int p = 0; p < MT_PLANE_COUNT; p++)
-        a.want[p] = (claims ? CLAIMED : 0) + STAMP * (1 + (GRADIENTS >> p & 1
-                        ? c->begun[MT_COUNT_LANDED] - (uint64_t)c->grads
-                        : c->begun[MT_COUNT_UPDATED] - (uint64_t)c->updates));
-    mt_unlock(&s->ledger.mu);
+        a.want[p] = stamp(s, a.u, p) | (claims ? CLAIMED : 0);
     for (;;) {
         if ((st = await_others(&a)) != MT_OK || a.mine == 0)
             return st;
@@ -653,15 +671,21 @@ mt_status mt_mirror_release(mt_store *s, int unit)
     return drop(s, unit, 0);
 }
 
-/* Weights of the unit that may be aloft, [n], and what tells them from others. */
+/* Weights of the unit that may be aloft, [n], and what tells them from others. Its frozen ones, or
+ * else its trained ones: who reads adapters brings no base. */
 static uint64_t rising(mt_store *s, const mt__unit *u, unsigned char *rises)
 {
-    uint64_t all = 0;
+    const mt_home *h = home_of(u);
+    int            trained = h->slot != NULL && h->slot(u->home_of, u->number, 0) != NULL;
+    uint64_t       all = 0;
 
+    for (int i = 0; i < u->shape.n; i++)
+        trained &= mt_store_trainable(s, u->number, i);
     MT_HOLD(&s->mirror_mu);
     for (int i = 0; i < u->shape.n; i++) {
-        rises[i] = which(u, i, home_of(u)->later & HI, IS(FRESH) | IS(STALE)) != 0 &&
-                   !mt_share_is_apart(s->share) && !mt_store_trainable(s, u->number, i);
+        rises[i] = which(u, i, h->later & HI, IS(FRESH) | IS(STALE)) != 0 &&
+                   !mt_share_is_apart(s->share) &&
+                   trained == mt_store_trainable(s, u->number, i);
         all = rises[i] ? mt_alike_mix(all, (uint64_t)i + 1) : all;
     }
     return all >> 32;

@@ -33,9 +33,9 @@
  *              it as it was. A home that waits for nobody may do so at once, with states
  *   evict      everything, claimed or not, when the unit's memory on the host is to end
  *   and never: gradients, over which anybody may have a tensor, what the home does not have, and in
- *              a share trained weights of a device, which each rank's updates bring there. Of what
- *              is evicted the other ranks have no need: release comes behind all ranks' saves of
- *              the unit
+ *              a share trained weights of a device that goes by way of host memory to the others.
+ *              Of what is evicted the other ranks have no need: release comes behind all ranks'
+ *              saves of the unit
  *
  * Threads: any, but close: one, while no other is inside for that unit.
  *
@@ -99,6 +99,9 @@ void mt_mirror_close(mt_store *s, int unit);
 void mt_mirror_tell(mt_store *s, int unit, int param, unsigned planes, mt_mirror_event e);
 /* CHANGED, for copies of these parameters. */
 void mt_mirror_change(mt_store *s, int unit, const int *params, int n, unsigned planes);
+/* In a share: host memory has the parameter's weights while somebody reads them alone (mirror.c).
+ * -1: some. */
+int  mt_mirror_aloft(mt_store *s, int unit, int param);
 /* Is some copy in one of these states, 1u << state each? */
 int  mt_mirror_any (mt_store *s, int unit, int param, unsigned planes, unsigned states);
 /* The home stores what is AHEAD, but for its `later` planes. What it could not store is AHEAD

@@ -12,10 +12,11 @@
  * others copy that portion from slot to slot, where slots are within each other's reach (NVLink, or
  * peer access over PCIe): 2 (N - 1) / N bytes of a parameter. It also goes down to the share, where
  * every process reads weights whatever the unit's home: 2 / N bytes. Ranks whose slots are out of
- * reach fetch it up from there. Only what was updated moves: frozen weights are the same in all
- * slots, and not in host memory (mirror.c). Other machines' portions come into the slot of who
- * speaks for their rank (relay.h), and go down to the share from there. No rank waits at a
- * collective.
+ * reach fetch it up from there. Weights that are aloft (mirror.c) do not go down: frozen ones, that
+ * are the same in all slots, and trained ones where slots are within reach of all on one machine;
+ * of these other slots have news until they are raised. Only what was updated moves. Other
+ * machines' portions come into the slot of who speaks for their rank (relay.h), and go down to the
+ * share from there. No rank waits at a collective.
  *
  * Units are raised in the order in which their updates were put, ahead of their windows; an await
  * that comes before does it itself. They are lowered in chunks, two in the queue at a time: a
@@ -59,17 +60,24 @@ mt_status mt__record(const mt_resident *r, const mt__settled *h, mt_queue *q, mt
 
 /* ---- the ferry -------------------------------------------------------------------------- */
 
+/* The parameter's weights go from slot to slot, and are not kept on the host. */
+static int is_aloft(const mt_resident *r, const mt__settled *h, int i)
+{
+    return h->slots != NULL && mt_mirror_aloft(r->store, h->unit, i);
+}
+
 /* Under mu. Into the slot, from plane HI or another slot at src: of bytes [from, to) those of
- * parameters of which the host is ahead; *bytes grows by as many. The others' are in the slot, and
- * perhaps not in host memory (mirror.c). */
-static mt_status copy_ahead(const mt_resident *r, const mt__settled *h, mt_queue *q,
+ * parameters of which the host is ahead, or (news) other slots are; *bytes grows by as many. The
+ * others' are in the slot, and perhaps not in host memory (mirror.c). */
+static mt_status copy_ahead(const mt_resident *r, const mt__settled *h, mt_queue *q, int news,
                             const char *src, size_t from, size_t to, uint64_t *bytes)
 {
     int    n = mt_store_params(r->store, h->unit);
     size_t begin = from, end;
 
     for (int i = 0; i <= n; i++) {                       /* what lies side by side goes at once */
-        if (i < n && mt_mirror_any(r->store, h->unit, i, HI, IS(AHEAD) | IS(STORING)))
+        if (i < n && (news ? h->news[i] : mt_mirror_any(r->store, h->unit, i, HI,
+                                                        IS(AHEAD) | IS(STORING))))
             continue;
         end = i < n && mt_store_offset(r->store, h->unit, i) < to
             ? mt_store_offset(r->store, h->unit, i) : to;
@@ -86,7 +94,7 @@ static mt_status copy_ahead(const mt_resident *r, const mt__settled *h, mt_queue
 /* Under mu. So of the others' portions, or of this rank's own and those that came for it from other
  * machines, of which only what is updated comes again. */
 static mt_status copy_portions(const mt_resident *r, const mt__settled *h, mt_queue *q, int own,
-                               uint64_t *bytes)
+                               int news, uint64_t *bytes)
 {
     int    ranks = mt_share_ranks(r->cx->share);
     size_t from, to;
@@ -98,7 +106,7 @@ static mt_status copy_portions(const mt_resident *r, const mt__settled *h, mt_qu
         if (own != (h->slots != NULL ? slot == NULL : rank == mt_share_rank(r->cx->share)))
             continue;
         MT_DO(mt_portion_bytes(r->store, h->unit, rank, ranks, &from, &to));
-        MT_DO(copy_ahead(r, h, q, slot != NULL ? slot : hi, from, to, bytes));
+        MT_DO(copy_ahead(r, h, q, news, slot != NULL ? slot : hi, from, to, bytes));
     }
     return MT_OK;
 }
@@ -156,6 +164,8 @@ static mt_status end_update(void *arg, mt_job *node)
         size_t at = mt_store_offset(r->store, h->unit, u->j.params[k]);
         size_t end = at + (size_t)d->numel * mt_dtype_bytes(d->dtype);
 
+        if (is_aloft(r, h, u->j.params[k]))
+            continue;
         for (at = at < from ? from : at, end = end > to ? to : end; at < end; at += n, bytes += n) {
             n = end - at < CHUNK ? end - at : CHUNK;
             MT_TRY(v->copy(f->down, (char *)hi + at, (char *)h->mem + at, n));
@@ -308,6 +318,7 @@ static void settled_close(mt_resident *r, mt__settled *h)
     r->dev->ops->event_close(h->used);
     r->dev->ops->event_close(h->lowered);
     r->dev->ops->event_close(h->raised);
+    free(h->news);
     free(h);
 }
 
@@ -365,6 +376,7 @@ mt_status mt_resident_settle(mt_resident *r, int unit, void *mem)
         MT_TRY(ferry_open(r));
         MT_TRY(r->dev->ops->event_open(r->dev, &h->lowered));
         MT_TRY(r->dev->ops->event_open(r->dev, &h->raised));
+        MT_TRY(MT_MAKE(h->news, mt_store_params(r->store, unit), "resident"));
     }
     MT_WITH(&r->mu) r->units[unit] = h;      /* before another rank may ask for its planes */
     if ((st = mt_store_move(r->store, unit, &mt_home_vram, r)) == MT_OK)
@@ -438,6 +450,25 @@ static int is_ahead(const mt_resident *r, int unit)
     return mt_mirror_any(r->store, unit, -1, HI, IS(AHEAD) | IS(TORN));
 }
 
+/* Under mu. Portions that other ranks have updated, of weights that are aloft, (news) or not. */
+static mt_status put_raise(mt_resident *r, mt__settled *h, int news)
+{
+    mt_queue *q = r->ferry.up;
+    uint64_t  bytes = 0;
+    mt_span   span;
+
+    mt_timeline_begin(r->cx->timeline, &span, h->slots != NULL ? MT_LANE_GATHER : MT_LANE_THROUGH,
+                      MT_WORK_FETCH, h->unit, q);
+    MT_DO(copy_portions(r, h, q, 0, news, &bytes));
+    mt_timeline_end(r->cx->timeline, &span, bytes, q);
+    r->stats.h2d_bytes += bytes;
+    if (news) {
+        memset(h->news, 0, (size_t)mt_store_params(r->store, h->unit));
+        h->has_news = 0;
+    }
+    return mt__record(r, h, q, h->raised, &h->raising, "weights up", UP);
+}
+
 /* Under mu. Nothing to do when somebody was here before. In a share all that is ahead is copied
  * where some was written from outside, else what other ranks have updated. run NULL: the queue has
  * waited for it. *q: the queue that the copy was put in, which reads the share. */
@@ -450,7 +481,9 @@ static mt_status put_fetch(mt_resident *r, mt__settled *h, mt_queue *run, mt_que
     mt_span   span;
     mt_status st;
 
-    *q = r->queue;
+    *q = h->has_news ? r->ferry.up : r->queue;
+    if (h->has_news)
+        MT_DO(put_raise(r, h, 1));
     if (!is_ahead(r, unit))
         return MT_OK;
     /* In a share what is not on the host is as it is here. */
@@ -462,14 +495,10 @@ static mt_status put_fetch(mt_resident *r, mt__settled *h, mt_queue *run, mt_que
     /* All that is AHEAD is STORING when it is put, so a write from then on is AHEAD again. */
     mt_mirror_tell(r->store, unit, -1, HI, MT_MIRROR_STORE);
     if (r->ferry.open && h->writes == writes) {
-        *q = r->ferry.up;                    /* the others' portions */
-        mt_timeline_begin(r->cx->timeline, &span, h->slots != NULL ? MT_LANE_GATHER
-                          : MT_LANE_THROUGH, MT_WORK_FETCH, unit, *q);
-        MT_TRY(copy_portions(r, h, *q, 0, &bytes));
-        mt_timeline_end(r->cx->timeline, &span, bytes, *q);
-        MT_TRY(mt__record(r, h, *q, h->raised, &h->raising, "weights up", UP));
-        r->stats.h2d_bytes += bytes;
+        *q = r->ferry.up;
+        MT_TRY(put_raise(r, h, 0));
     } else {
+        *q = r->queue;
         if (r->ferry.open)                   /* what it raised is older */
             MT_TRY(mt_edge(r->cx, MT_EDGE_RAISED, r->queue, h->raised));
         MT_TRY(mt_store_hi(r->store, unit, &hi));
@@ -481,7 +510,7 @@ static mt_status put_fetch(mt_resident *r, mt__settled *h, mt_queue *run, mt_que
             MT_TRY(r->dev->ops->wait(r->queue, h->used));
         }
         mt_timeline_begin(r->cx->timeline, &span, MT_LANE_DEVICE, MT_WORK_FETCH, unit, r->queue);
-        MT_TRY(copy_ahead(r, h, r->queue, hi, 0, mt_store_hi_bytes(r->store, unit), &bytes));
+        MT_TRY(copy_ahead(r, h, r->queue, 0, hi, 0, mt_store_hi_bytes(r->store, unit), &bytes));
         mt_timeline_end(r->cx->timeline, &span, bytes, r->queue);
         MT_TRY(record_done(r, h));
         r->stats.fetches++;
@@ -510,26 +539,36 @@ static mt_status fetch(mt_resident *r, mt__settled *h, mt_queue *run)
     return st != MT_OK ? st : end;
 }
 
-/* Its thread: asks for what other ranks have updated. What was written from outside is left to
- * await, which knows what computes. */
+/* Asks for what other ranks have updated. What was written from outside is left to await, which
+ * knows what computes. */
+static mt_status catch_up(mt_resident *r, mt__settled *h)
+{
+    mt_queue *q = r->ferry.up;
+    uint64_t  version;
+    mt_status st = MT_OK, end;
+
+    MT_DO(mt_ledger_fetch_begin(r->store, h->unit, &version));
+    MT_HOLD(&r->mu);
+    if (h->writes == mt_ledger_writes(r->store, h->unit))
+        st = put_fetch(r, h, NULL, &q);
+    else if (h->has_news)
+        st = put_raise(r, h, 1);
+    end = mt_ledger_fetching(r->store, h->unit, q);
+    st = st != MT_OK ? st : end;
+    if (st != MT_OK)
+        mt_ledger_fault(r->store, st, mt_last_error());
+    return st;
+}
+
+/* Its thread. */
 static mt_status raise_unit(void *arg, mt_job *node)
 {
     mt_resident *r = arg;
-    mt__settled *h = (mt__settled *)(void *)node;
-    mt_queue    *q = r->ferry.up;
-    uint64_t     version;
-    int          begun;
 
     mt_unlock(&r->mu);
-    begun = !atomic_load(&r->ferry.stopped) &&
-            mt_ledger_fetch_begin(r->store, h->unit, &version) == MT_OK;
+    if (!atomic_load(&r->ferry.stopped))
+        (void)catch_up(r, (mt__settled *)(void *)node);
     mt_lock(&r->mu);
-    if (!begun)
-        return MT_OK;
-    if (h->writes == mt_ledger_writes(r->store, h->unit) && put_fetch(r, h, NULL, &q) != MT_OK)
-        mt_ledger_fault(r->store, MT_EDEVICE, mt_last_error());
-    if (mt_ledger_fetching(r->store, h->unit, q) != MT_OK)
-        mt_ledger_fault(r->store, MT_EDEVICE, mt_last_error());
     return MT_OK;
 }
 
@@ -549,7 +588,7 @@ mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run)
             MT_DO(mt_ledger_wait_fetch(r->store, unit));
         mt_mirror_forget(r->store, unit);
     }
-    if (is_ahead(r, unit))
+    if (is_ahead(r, unit) || (r->ferry.open && MT_LOCKED(&r->mu, h->has_news)))
         MT_DO(fetch(r, h, run));
     if (r->cx->debug.sync)
         MT_DO(wait_done(r, h));
@@ -565,7 +604,7 @@ static mt_status put_copy(mt_resident *r, int unit, int param, mt_plane p, int u
     mt_part own = { .param = param };
 
     own.n = mt_store_owned(r->store, unit, param, &own.from);
-    if (p == MT_PLANE_HI && !up) {       /* those that are aloft: all ranks have all of them */
+    if (p == MT_PLANE_HI && !up) {       /* those that are aloft: each rank has all of them */
         own.n = mt_store_desc(r->store, unit, param)->numel;
         own.from = 0;
     }
@@ -628,10 +667,16 @@ static mt_status put_update(mt_resident *r, mt__settled *h, const mt_update_job 
     /* What the update reads of the weights is in the slot: all that the host has ahead; in a share
      * what was written there of its own portion, and what no other slot here would give it. */
     if (r->ferry.open ? h->writes != writes : is_ahead(r, u->unit)) {
-        MT_DO(r->ferry.open ? copy_portions(r, h, q, 1, &r->stats.h2d_bytes)
+        MT_DO(r->ferry.open ? copy_portions(r, h, q, 1, 0, &r->stats.h2d_bytes)
                             : put_fetch(r, h, NULL, &q));
         h->writes = writes;
         MT_DO(mt_ledger_fetching(r->store, u->unit, q));
+        for (int i = 0; r->ferry.open && i < mt_store_params(r->store, u->unit); i++)
+            if (is_aloft(r, h, i) && mt_mirror_any(r->store, u->unit, i, HI, IS(AHEAD))) {
+                mt_mirror_tell(r->store, u->unit, i, HI, MT_MIRROR_STORE);
+                mt_mirror_tell(r->store, u->unit, i, HI, MT_MIRROR_STORED);
+                h->has_news = h->news[i] = 1;        /* the other ranks have the rest */
+            }
     }
     if (away)
         MT_DO(mt__arrive_before(r, h, r->queue));
@@ -641,8 +686,15 @@ static mt_status put_update(mt_resident *r, mt__settled *h, const mt_update_job 
     MT_DO(record_done(r, h));
     r->updated = h->done;
     mt_mirror_change(r->store, u->unit, u->params, u->n_params, ~kept & ~(r->ferry.open ? HI : 0));
-    for (int i = 0; r->ferry.open && i < u->n_params; i++)       /* the share will have the rest */
-        mt_mirror_tell(r->store, u->unit, u->params[i], HI, MT_MIRROR_SET);
+    for (int k = 0, i; r->ferry.open && k < u->n_params; k++) {
+        i = u->params[k];
+        if (!is_aloft(r, h, i)) {                    /* the share will have the rest */
+            mt_mirror_tell(r->store, u->unit, i, HI, MT_MIRROR_SET);
+            continue;
+        }
+        mt_mirror_tell(r->store, u->unit, i, HI, MT_MIRROR_CHANGED);
+        h->has_news = h->news[i] = 1;
+    }
     if (away)
         MT_DO(mt__arrive_behind(r, h, u->params, u->n_params));
     return MT_OK;
@@ -744,7 +796,15 @@ static mt_status copy(mt_resident *r, int unit, int param, unsigned planes, int 
 
 static mt_status home_load(void *arg, int unit, unsigned planes)
 {
-    return copy(arg, unit, -1, planes, 0);
+    mt_resident *r = arg;
+    mt__settled *h = r->units[unit];
+
+    if ((planes & HI) && r->ferry.open) {
+        MT_DO(catch_up(r, h));
+        /* RAISED: the other ranks' portions are in the slot. */
+        MT_DO(MT_LOCKED(&r->mu, mt_edge(r->cx, MT_EDGE_RAISED, r->queue, h->raised)));
+    }
+    return copy(r, unit, -1, planes, 0);
 }
 
 static mt_status home_store(void *arg, int unit, int param, unsigned planes)

@@ -32,12 +32,14 @@ typedef struct mt__settled {
     int          n;
     uint64_t     bytes;              /* that came up for the latest stay */
 
-    mt_event    *lowered, *raised;   /* these seven in a share: recorded on down, and on up */
+    mt_event    *lowered, *raised;   /* these nine in a share: recorded on down, and on up */
     mt_post      lowering;           /* of `ends`'s thread */
     mt_post      raising;
     mt_mem_name *names;              /* [ranks] of slots. These two NULL: out of reach */
     void       **slots;              /* [ranks] where they are here; NULL: in its own. Another
                                       * machine's: its speaker's */
+    unsigned char *news;             /* [params] of weights that are aloft, that other slots have */
+    int          has_news;           /* of some */
     mt_update   *trip;               /* in `steps`, where slots are within reach, then in `ends`;
                                       * NULL: no update is on its way down */
 } mt__settled;

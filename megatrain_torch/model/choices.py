@@ -169,6 +169,7 @@ def choose(module: nn.Module, where: torch.device, fleet: Fleet, *, tokens: int 
         if given.fleet != fleet:
             raise MegatrainError(f"plan= is for {given.fleet}, and here are {fleet}: "
                                  "mt.plan(gpus=, machines=) says how many")
+        fleet = given.fleet                  # which knows whether GPUs are linked
         if states is not None and states != given.states:
             raise MegatrainError(f"states={states!r}, and the plan is for {given.states!r} ones: give them to mt.plan")
         compute = given.compute if compute == "auto" else compute

@@ -70,10 +70,11 @@ def declare(rt: Runtime, asked: Asked, choices: Choices) -> None:
 def fill(rt: Runtime, groups: list[Group], origins: Origins | None, masters: bool) -> None:
     """Weights in their planes; each old tensor is freed as its values are in. What is at home on the device or on disk
     goes there at once: host memory has one such unit at a time. origins: of a model that several processes stream."""
+    reached = set() if rt.ranks is None else rt.homes.reach(rt.ranks)
     given, files, filed = 0, Mapped(), set(units_at(rt.room.asked, "disk+weights"))
-    # Of several on one machine, units with frozen weights, which leave host memory; the others' stay there anyway.
-    early = {unit for unit, (_, own) in enumerate(groups) if unit in rt.homes.settled and (
-        rt.ranks is None or (not rt.ranks.apart and any(not p.requires_grad for _, p in own)))}
+    # Of several on one machine, units whose weights leave host memory (mirror.c), or some; the others' stay there.
+    early = {unit for unit, (_, own) in enumerate(groups) if unit in rt.homes.settled and (rt.ranks is None or (
+        not rt.ranks.apart and (unit in reached or any(not p.requires_grad for _, p in own))))}
     by_unit = rt.ranks if filed or early else None       # what one rank has filled all put where it is at home
     with as_one(rt.ranks):
         for unit, own in enumerate(own_bytes(groups)):

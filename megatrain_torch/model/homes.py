@@ -75,15 +75,16 @@ class Homes:
         model.room.asked = asked
         self.arrivals = Arrivals(model.itself(), [unit for unit in there if asked.homes[unit] == "arrive"])
 
-    def reach(self, ranks: Ranks) -> None:
-        """Each process of one machine copies what others have updated from their slots, if all reach all. Between
-        machines it is sent from slot to slot. Called by all, with the same units there."""
+    def reach(self, ranks: Ranks) -> set[int]:
+        """Each process of one machine copies what others have updated from their slots, if all reach all: these units.
+        Between machines it is sent from slot to slot. Called by all, with the same units there."""
         units, sent = sorted(self.settled), not self._model.is_cuda or ranks.nccl()
         names = ranks.gather([self.core.slot_name(unit) if sent or not ranks.apart else b"" for unit in units])
         within = [self.core.reach(unit, b"".join(of)) for unit, of in zip(units, zip(*names))]
-        for unit, *found in zip(units, *ranks.gather(within)):
-            if not all(found):
-                self.core.reach(unit, b"")
+        reached = {unit for unit, *found in zip(units, *ranks.gather(within)) if all(found)}
+        for unit in {*units} - reached:
+            self.core.reach(unit, b"")
+        return reached
 
     # Files have no names, and go with the process at the latest. sizes: tests' own.
 
@@ -118,7 +119,7 @@ def move(rt: Runtime, plan: Plan, limit: int) -> None:
     before = rt.room.asked
     homes = tuple(plan.homes.get(name, "ram") for name in rt.unit_names)
     asked = dataclasses.replace(before, homes=homes, ring=plan.slots, micro=plan.micro, besides=plan.besides,
-                                experts=plan.experts)
+                                experts=plan.experts, fleet=plan.fleet)
     if (asked.homes, asked.ring, asked.experts) != (before.homes, before.ring, before.experts):
         rt.finish_save()
         rt.drain()
@@ -158,7 +159,8 @@ def _change(rt: Runtime, asked: Asked, plan: Plan) -> None:
             rt.broken = f"units were on their way to other homes when that failed on some process: {error}"
         raise
     if ranks is not None:
-        rt.homes.reach(ranks)
+        for unit in sorted(rt.homes.reach(ranks)):
+            rt.homes.take(unit)                  # trained weights leave host memory too, now that they are in reach
 
 
 def _move_units(rt: Runtime, asked: Asked, plan: Plan, homes: list[str], have: dict[int, Slot]) -> None:

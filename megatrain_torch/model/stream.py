@@ -172,7 +172,6 @@ def _stream(ranks: Ranks | None, module: nn.Module, device: str | torch.device |
             for buffer, is_meta in zip(own, ranks.gather([b.is_meta for b in own])[0]):
                 if not is_meta:
                     ranks.control.give(buffer)
-            rt.homes.reach(ranks)
         rt.warn_unlocked()
     except BaseException:
         remove(module)

@@ -99,7 +99,7 @@ class Plan(Shown):
     @property
     def fleet(self) -> Fleet:
         """GPUs and machines."""
-        return Fleet(self.gpus, self.machines)
+        return Fleet(self.gpus, self.machines, self.machine.exchange_gbps > 0)
 
     @property
     def disk_bytes(self) -> int:

@@ -135,11 +135,12 @@ def loading(asked: Asked, own: list[int]) -> dict[str, int]:
     at = slots = given = 0
     buffers = {DISK_BUFFERS: asked.planes().get(DISK_BUFFERS, 0)}
     steps: list[dict[str, int]] = []
-    for unit, home, n in zip(asked.tally().units, asked.homes, own):
+    tally = asked.tally()
+    for unit, home, n, left in zip(tally.units, asked.homes, own, tally.left.tolist()):
         settled = home in SETTLED
         slots += unit.weights * (settled and asked.on_cpu)
         steps.append(buffers | {"weights": at + unit.weights, "the device's slots": slots, OWN: -given})
-        at += unit.weights * ((not settled or not asked.fleet.alone) and home != "disk+weights")
+        at += left if settled else unit.weights * (home != "disk+weights")
         given += n
     steps.append(buffers | {"weights": at, "the device's slots": asked.device()["slots"] * asked.on_cpu, OWN: -given})
     return max(steps, key=lambda held: sum(held.values()))

@@ -105,7 +105,8 @@ class Problem:
     def __init__(self, shape: Shape, machine: Machine, wishes: Wishes, most: int = MOST_SIMULATIONS) -> None:
         self.shape, self.machine, self.wishes, self.most = shape, machine, wishes, most
         self.seen = wishes.fleet.seen(machine)      # as one of its GPUs sees it beside the others
-        self.tally = Tally(shape.units, wishes.fleet, wishes.grads == "ram", wishes.lent)
+        fleet = dataclasses.replace(wishes.fleet, linked=machine.exchange_gbps > 0)
+        self.tally = Tally(shape.units, fleet, wishes.grads == "ram", wishes.lent)
         self.kinds = {kind: i for i, kind in enumerate(dict.fromkeys(w.shape for w in shape.windows))}
         # Bytes of a fetch: pieces of experts come for a forward, its repetition, and gradients; a template has the last
         # two at once.

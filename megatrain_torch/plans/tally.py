@@ -54,10 +54,11 @@ BUFFERS = 2                     # of a unit's gradients: what is sent, and what 
 
 @dataclass(frozen=True)
 class Fleet:
-    """gpus: of each machine."""
+    """gpus: of each machine. linked: they copy from each other's memory."""
 
     gpus: int = 1
     machines: int = 1
+    linked: bool = dataclasses.field(default=False, compare=False)
 
     @property
     def count(self) -> int:
@@ -161,8 +162,11 @@ class Tally:
         weights, states = {"weights": every["weights"]}, {what: every[what] for what in ("masters", "moments")}
         gradients = {what: every[what] for what in ("gradients", "sums")}
         shared = {} if fleet.alone else weights
-        # Frozen weights of what lives on all devices of a machine have no memory on the host (csrc/core/mirror.c).
-        stays = shared if fleet.machines > 1 or fleet.alone else {"weights": every["gradients"]}
+        # Of what lives on all devices of a machine frozen weights have no memory on the host, nor have trained ones
+        # beside which are none, where devices copy from each other (csrc/core/mirror.c).
+        self.left = every["weights"] * (not fleet.alone) if fleet.machines > 1 or fleet.alone else \
+            every["gradients"] * ((every["gradients"] < every["weights"]) | (not fleet.linked))
+        stays = shared and {"weights": self.left}
         copies = {"weights": every["weights"] * (every["masters"] > 0)}         # a copy's master is weight and rest
         self._host = {"ram": every, "through": every, "disk": weights | gradients, "disk+weights": gradients,
                       "arrive": states | stays, "vram": stays}
@@ -380,6 +384,8 @@ class Exchange:
         self.raised = (updated - self.lowered) * apart
         # Bytes/s at which these come from other devices; 0: by way of the host.
         self.peers = links * (apart and m == 1 and not self.on_link)
+        if self.peers:                                      # all of a unit's are in no host memory
+            self.lowered *= gradients < [u.weights for u in units]
         sizes = np.pad(gradients, 1)
         packed = BUFFERS * gradients + np.maximum(sizes[:-2], sizes[2:])
         # Bytes on the device: gradients packed, and on their way home; communicators; ways to all other machines, and

@@ -130,9 +130,7 @@ class Record:
 
     def _want_weights(self) -> None:
         rt = self.runtime
-        # Of several processes trained weights that live on the GPUs are in host memory too.
-        there = rt.ranks is not None and self.was_trainable and self.unit in rt.homes.settled
-        if rt.homes.away(self.unit) and not there:
+        if rt.homes.away(self.unit):
             rt.room.weights(rt.core, self.unit)
 
     def wait_used(self) -> None:

@@ -518,7 +518,10 @@ typedef struct plan {
     mt_states states;
     int       unclipped;         /* each unit is judged by its own gradients */
     int       bad;               /* 1: unit 1 has an infinite gradient in the second step */
+    int       full;              /* all is trained */
 } plan;
+
+static int full;                 /* as the plan of the test that runs */
 
 static plan whole(plan p)
 {
@@ -565,6 +568,8 @@ static mt_param_desc shape_of(int unit, int param)
 {
     mt_param_desc d = shapes[param];
 
+    if (full && param == FROZEN)
+        d = (mt_param_desc){ MT_F32, 0, 1 };
     d.numel = d.numel > MOST ? MOST : d.numel;
     d.numel += d.numel > 100 ? 777 * unit : 0;
     return d;
@@ -1218,19 +1223,21 @@ static void crew_close(crew *c)
 
 #define CREW(c, p, want) CLOSED_BY(crew_close) crew c; crew_open(&c, p, want)
 
-static void run_threads(plan p)
+static void run_threads(plan p, void *(*script)(void *))
 {
     CLOSED_BY(outcome_free) outcome want;
 
+    full = p.full;
     run_alone(&p, &want);
     CREW(c, p, &want);
     machines_begin(c.r, &p);
     reach_all(c.r, &p);
-    run_together(go, c.r, sizeof *c.r, p.ranks);
+    run_together(script, c.r, sizeof *c.r, p.ranks);
     machines_end(c.r, &p);
+    full = 0;
 }
 
-#define RUN(...) run_threads(PLAN(__VA_ARGS__))
+#define RUN(...) run_threads(PLAN(__VA_ARGS__), go)
 
 TEST(together_they_have_the_bits_of_one)
 {
@@ -1528,8 +1535,16 @@ static void *thaw(void *arg)
     }
     one_step(r);
     meet(r);
-    for (int u = 0; u < UNITS; u++)
+    for (int u = 0; u < UNITS; u++) {        /* nor does a save take them, behind another update */
+        CHECK_OK(mt_ledger_wait_updates(r->cx.store, u));
+        CHECK_OK(mt_ledger_save_begin(r->cx.store, u));
+        CHECK_OK(mt_mirror_peek(r->cx.store, u, 1u << MT_PLANE_HI));
+        mt_ledger_save_end(r->cx.store, u);
+        CHECK_OK(mt_ledger_wait_saved(r->cx.store, u));
+        (void)mt_mirror_release_apart(r->cx.store, u);
+        meet(r);
         CHECK(is_right(r, u));
+    }
     write_from_outside_alike(r, FROZEN);
     meet(r);
     CHECK_EQ(memcmp(fetched(r), place(r, 0, FROZEN, MT_PLANE_HI, 0),
@@ -1542,6 +1557,153 @@ static void *thaw(void *arg)
 TEST(frozen_weights_that_are_read_and_written_stay)
 {
     run_all(PLAN(.ranks = 3, .settled = 7), thaw);
+}
+
+/* ---- trained weights that go from device to device ----------------------------------------- */
+
+/* The unit's weights on the host are those that one process had after so many steps. */
+static void check_weights(runner *r, int unit, int step)
+{
+    void *hi = NULL;
+
+    REQUIRE_OK(mt_store_hi(r->cx.store, unit, &hi));
+    if (!has_weights(r, unit, hi, r->want->hi[step][unit]))
+        CHECK_EQ(unit, -1 - step);
+}
+
+/* All ranks' save of all units, each in an order of its own; next: a step is submitted meanwhile,
+ * which waits for it. */
+static void save_weights(runner *r, int steps, unit_job *next)
+{
+    uint64_t ticket;
+
+    for (int u = 0; u < UNITS; u++) {
+        CHECK_OK(mt_ledger_wait_updates(r->cx.store, u));
+        CHECK_OK(mt_ledger_save_begin(r->cx.store, u));
+    }
+    for (int u = 0; next != NULL && u < UNITS; u++)
+        hand_over(r, u, 0);
+    if (next != NULL)
+        submit(r, next, &ticket);
+    for (int k = 0; k < UNITS; k++) {
+        int u = (k + r->rank) % UNITS;
+
+        CHECK_OK(mt_mirror_peek(r->cx.store, u, 1u << MT_PLANE_HI));
+        check_weights(r, u, steps);
+    }
+    for (int u = 0; u < UNITS; u++)
+        mt_ledger_save_end(r->cx.store, u);
+    for (int u = 0; u < UNITS; u++) {
+        CHECK_OK(mt_ledger_wait_saved(r->cx.store, u));
+        (void)mt_mirror_release_apart(r->cx.store, u);   /* the first one does */
+        CHECK_OK(mt_mirror_release(r->cx.store, u));
+    }
+    CHECK_OK(mt_update_drain(r->u));
+}
+
+/* The share has none of them but while somebody reads. */
+static void *read_trained(void *arg)
+{
+    runner  *r = arg;
+    unit_job next[UNITS];
+    int64_t  there, room = 0;
+
+    for (int u = 0; u < UNITS; u++)
+        room += (int64_t)mt_store_hi_bytes(r->cx.store, u);
+    meet(r);
+    there = blocks(r);
+    meet(r);
+    take_all(r);
+    meet(r);
+    CHECK_EQ(there - blocks(r), UNDER_TSAN ? 0 : room);
+    CHECK_EQ(mt_store_bytes(r->cx.store, MT_PLANE_HI), UNDER_TSAN ? (size_t)room : 0);
+    one_step(r);
+    meet(r);
+    there = blocks(r);
+    meet(r);
+    save_weights(r, 1, NULL);
+    meet(r);
+    CHECK_EQ(blocks(r), there);
+    r->step = 1;
+    one_step(r);
+    save_weights(r, 2, NULL);
+    meet(r);
+    CHECK_EQ(blocks(r), there);
+    meet(r);
+    if (r->rank == 1)                        /* it stays */
+        CHECK_OK(mt_mirror_read(r->cx.store, 1, 0));
+    meet(r);
+    check_weights(r, 1, 2);
+    CHECK_EQ(blocks(r) > there, !UNDER_TSAN);
+    r->step = 2;
+    save_weights(r, 2, next);
+    CHECK_OK(mt_mirror_bring(r->cx.store, r->rank % UNITS, 1u << MT_PLANE_HI));
+    check_weights(r, r->rank % UNITS, 3);
+    save_weights(r, 3, NULL);
+    take_all(r);                             /* nobody reads any more */
+    meet(r);
+    CHECK_EQ(blocks(r), there);
+    for (int u = 0; u < UNITS; u++)
+        fetch(r, u);
+    r->step = 3;
+    check_fetched(r);
+    unsettle_all(r);
+    for (int u = 0; u < UNITS; u++)
+        check_weights(r, u, 3);
+    meet(r);
+    return NULL;
+}
+
+TEST(trained_weights_of_devices_take_no_memory_on_the_host)
+{
+    for (int k = 0; k < 6; k++)
+        run_threads(PLAN(.ranks = 2 + k % 3, .settled = 7, .full = 1,
+                         .dawdle_us = k < 3 ? 0 : UNDER_TSAN ? 100 : 1000), read_trained);
+}
+
+TEST(trained_weights_that_come_from_devices_have_the_bits_of_one)
+{
+    for (int k = 0; k < (UNDER_TSAN ? 4 : 24); k++)
+        RUN(.ranks = 2 + k % 3, .full = 1, .settled = k % 4 == 3 ? 5 : 7,
+            .guests = k % 4 == 1 ? 5 : 0, .micros = 1 + k % 2, .writes = k / 2 % 3,
+            .look = k % 5 == 0 ? LOOK_ALL : k % 5 == 1, .twice = k % 7 == 0, .leaves = k % 6 == 5,
+            .turned = k % 3 == 0, .bad = k == 4 || k == 12, .unclipped = k % 3 == 0,
+            .states = k % 2 ? MT_STATES_8BIT_LO8 : MT_STATES_FP32,
+            .dawdle_us = k % 4 == 0 ? 0 : UNDER_TSAN ? 100 : 700);
+}
+
+/* Weights are read and written between steps, by all alike. */
+static void *read_and_write(void *arg)
+{
+    runner *r = arg;
+    void   *mine;
+
+    take_all(r);
+    for (int k = 0; k < 30; k++) {
+        r->step = k % STEPS;
+        one_step(r);
+        for (int u = 0; u < UNITS && (k + r->rank) % 3 != 0; u++)
+            CHECK_OK(mt_mirror_read(r->cx.store, (u + r->rank) % UNITS, 0));
+        if (k % 4 == 1)
+            write_from_outside_alike(r, k % 8 == 1 ? 0 : 1);
+        fetch(r, 0);
+        CHECK_OK(r->cx.dev->ops->sync(r->run));
+        CHECK_OK(mt_mirror_read(r->cx.store, 0, 0));
+        REQUIRE_OK(mt_store_hi(r->cx.store, 0, &mine));
+        CHECK_EQ(memcmp(r->slot[0], mine, mt_store_hi_bytes(r->cx.store, 0)), 0);
+        meet(r);
+        if (k % 10 == 9)
+            take_all(r);
+    }
+    return NULL;
+}
+
+TEST(trained_weights_that_are_read_and_written_are_the_devices)
+{
+    full = 1;
+    run_all(PLAN(.ranks = 3, .settled = 7), read_and_write);
+    run_all(PLAN(.ranks = 2, .settled = 7, .dawdle_us = UNDER_TSAN ? 100 : 500), read_and_write);
+    full = 0;
 }
 
 /* The others' weights are on their way up when it is brought. */
