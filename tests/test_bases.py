@@ -490,8 +490,7 @@ EXPANDED = [f for f in (*FORMATS, *PUBLISHED) if not f.startswith("torchao")]
 
 
 @pytest.mark.parametrize("form", EXPANDED if parity.FULL else ["nf4-double", "fp4", "int8", "mxfp4"])
-def test_weights_are_made_of_codes_to_their_packages_bits(form: str, folder: Callable[[str], Path], tmp_path: Path
-                                                          ) -> None:
+def test_weights_are_made_of_codes_to_their_packages_bits(form: str, folder: Callable[[str], Path], tmp_path: Path) -> None:
     model = fused(form, folder, tmp_path / "published")
     assert layers_of(model)
     for window in layers_of(model):

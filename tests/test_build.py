@@ -101,9 +101,7 @@ def test_a_wrapper_on_path_leads_to_the_real_toolkit(alone: Path) -> None:
     assert found.cudart.is_file()
 
 
-def test_a_folder_without_the_header_is_no_toolkit(
-    alone: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_without_the_header_is_no_toolkit(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_HOME", str(toolkit(alone / "half", header=False)))
     with pytest.raises(build.NoToolkit, match=r"cuda_runtime_api\.h"):
         build.find_toolkit()

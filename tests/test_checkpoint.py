@@ -471,8 +471,7 @@ def test_interrupted_save_stays_an_interruption_and_leaves_the_one_before(tmp_pa
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_save_that_somebody_stopped_waiting_for_is_still_under_way(tmp_path: Path,
-                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_that_somebody_stopped_waiting_for_is_still_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = train(make(tmp_path), 0, 1)
     write, may_write = manifest.write, threading.Event()
     monkeypatch.setattr(manifest, "write", lambda *args: (may_write.wait(30), write(*args)))

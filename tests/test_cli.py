@@ -294,6 +294,13 @@ def test_rows_hold_every_token_once_and_predict_none_across_documents(spec: list
                 assert labels[at] == data.IGNORED
 
 
+def test_a_text_shares_no_row_with_what_fills_its_last_one() -> None:
+    """So attention has whole rows. What fills it is behind all that is learned."""
+    one, two = (data.packed([piece(100, 30, False)] * n, 8, filler=7) for n in (1, 2))
+    assert not one.begins[:, 1:].any() and two.begins[:, 1:].any()
+    assert one[3]["position_ids"].tolist() == list(range(8)) and one[3]["labels"].tolist() == [-100, *range(125, 130), -100, -100]
+
+
 def test_a_packed_row_has_the_losses_of_its_documents_alone() -> None:
     model, rng = toy_model().eval(), np.random.default_rng(0)
     ids = [rng.integers(0, 256, n).astype(np.int32) for n in (9, 17, 5, 30)]
@@ -488,8 +495,7 @@ def test_a_run_that_was_told_to_stop_resumes_to_the_same_bits(
     assert sum(line["step"] == 5 and "loss" in line for line in lines(half)) == 1
     files = [(whole_run / run / "model/model.safetensors").read_bytes() for run in ("whole", "half")]
     assert files[0] == files[1]
-    losses = [{line["step"]: line["loss"] for line in lines(whole_run / run) if "loss" in line}
-              for run in ("whole", "half")]
+    losses = [{line["step"]: line["loss"] for line in lines(whole_run / run) if "loss" in line} for run in ("whole", "half")]
     assert losses[0] == losses[1]
 
 
@@ -571,8 +577,7 @@ def test_states_that_hold_less_than_the_checkpoints_are_refused_or_rounded_when_
     assert manifest.read(run / "checkpoint-10")["states"] == "fp32"
 
 
-def test_documents_that_would_see_each_other_get_rows_of_their_own(tmp_path: Path,
-                                                                   capsys: pytest.CaptureFixture[str]) -> None:
+def test_documents_that_would_see_each_other_get_rows_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = small_opt().eval()
     torch.nn.init.normal_(model.lm_head.weight, std=0.5)     # so that what is seen matters
     model.save_pretrained(tmp_path / "opt")
@@ -601,8 +606,7 @@ def test_documents_that_would_see_each_other_get_rows_of_their_own(tmp_path: Pat
     assert megatrain("resume", tmp_path / "run") == 0, "a step may be more than the packed data has"
 
 
-def test_prompts_that_fill_their_rows_are_told_as_that(toy: str, tmp_path: Path,
-                                                       capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_that_fill_their_rows_are_told_as_that(toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "my.jsonl").write_text(json.dumps({"prompt": "a" * 70, "completion": "b"}) + "\n")
     said = "of 72 tokens, in rows of 64 (--seq), none is to be learned; the longest prompt with its completion has 72"
     for words in (("train", "--out", tmp_path / "run", "--validation", 0), ("eval",)):
@@ -671,8 +675,7 @@ def test_a_model_whose_files_do_not_fit_is_named(toy: str, tmp_path: Path, capsy
     (spoilt("torn_words") / "tokenizer.json").write_text('{"a":')
     os.truncate(spoilt("torn") / "model.safetensors", 5000)
     weights = load_file(spoilt("less") / "model.safetensors")
-    save_file({k: w for k, w in weights.items() if "norm" not in k}, tmp_path / "less/model.safetensors",
-              {"format": "pt"})
+    save_file({k: w for k, w in weights.items() if "norm" not in k}, tmp_path / "less/model.safetensors", {"format": "pt"})
     config = json.loads((spoilt("wider") / "config.json").read_text())
     (tmp_path / "wider/config.json").write_text(json.dumps(config | {"hidden_size": 64}))
     for name, said in [
@@ -698,8 +701,7 @@ def test_what_the_disk_or_the_packages_do_not_allow_is_said_first(
         assert "3 more checkpoints of 410.6 KiB and the model take 1.3 MiB, and 293.0 KiB are free" in said
         assert not (tmp_path / "n/config.yaml").exists()
         patched.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=100_000))
-        assert "the model takes 136.9 KiB, and 97.7 KiB are free" in refused(
-            capsys, "export", whole_run / "whole", tmp_path / "e")
+        assert "the model takes 136.9 KiB, and 97.7 KiB are free" in refused(capsys, "export", whole_run / "whole", tmp_path / "e")
         assert not (tmp_path / "e").exists()
     with monkeypatch.context() as patched:
         find = importlib.util.find_spec
@@ -718,8 +720,7 @@ def test_steps_that_changed_nothing_are_counted_at_the_end(whole_run: Path, toy:
                                                            capsys: pytest.CaptureFixture[str]) -> None:
     assert megatrain("train", toy, whole_run / "my.txt", "--out", tmp_path / "run", "--lr", "1e30", "--steps", 2,
                      "--seq", 64, "--tokens", 64, "--validation", 0) == 0
-    assert "1 steps had gradients that are not finite and changed nothing; a lower --lr than 1e+30" in (
-        capsys.readouterr().out)
+    assert "1 steps had gradients that are not finite and changed nothing; a lower --lr than 1e+30" in (capsys.readouterr().out)
 
 
 def test_a_run_of_conversations_is_talked_to_and_one_that_diverged_says_so(
@@ -790,8 +791,7 @@ def test_a_name_that_is_nowhere_is_refused_after_one_request(unreachable: list[s
     assert "Repo id must use" in refused(capsys, "plan", "no model", "--tokens", 64, "--seq", 64)
 
 
-def test_a_model_in_the_hubs_cache_is_used_where_the_hub_does_not_answer(
-        unreachable: list[str], toy: str, tmp_path: Path) -> None:
+def test_a_model_in_the_hubs_cache_is_used_where_the_hub_does_not_answer(unreachable: list[str], toy: str, tmp_path: Path) -> None:
     from huggingface_hub import constants
     cached = tmp_path / "models--toys--toy"
     shutil.copytree(toy, cached / "snapshots/0123")

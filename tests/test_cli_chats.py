@@ -103,8 +103,7 @@ def test_a_prompt_that_opens_a_think_block_has_it_for_itself() -> None:
                                "<assistant><think>\n{% endif %}")
     [found] = data.documents([{"messages": TALK}], tokenizer)
     assert len(found.starts) == 2 and found.whole
-    assert [tokenizer.decode(p.ids[p.trained]) for p in found.parts] == [
-        "\n</think>first said<end>", "\n</think>then said<end>"]
+    assert [tokenizer.decode(p.ids[p.trained]) for p in found.parts] == ["\n</think>first said<end>", "\n</think>then said<end>"]
 
 
 def test_an_answer_that_begins_as_the_prompt_ends_is_learned_whole() -> None:

@@ -115,8 +115,7 @@ def test_two_processes_train_as_one_and_are_stopped_and_resumed_by_another_numbe
 
 
 @LONG
-def test_the_death_of_one_ends_all_and_is_named(toy: list[Any], tmp_path: Path,
-                                                capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_death_of_one_ends_all_and_is_named(toy: list[Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run, begun = tmp_path / "run", 0.0
 
     def kill() -> None:
@@ -181,8 +180,7 @@ def test_tokens_that_were_not_said_are_divided_evenly(gpus: int) -> None:
 
 @pytest.mark.parametrize("micro, before, now, wanted", [(1, 2, 1, 2), (4, 1, 2, 2), (1, 4, 2, 2), (1, 1, 2, None),
                                                         (3, 2, 2, 3), (3, 1, 2, None)])
-def test_a_resumed_run_keeps_its_micro_batches_where_it_can(micro: int, before: int, now: int,
-                                                            wanted: int | None) -> None:
+def test_a_resumed_run_keeps_its_micro_batches_where_it_can(micro: int, before: int, now: int, wanted: int | None) -> None:
     assert Settings(micro=micro, gpus=before).for_gpus(now) == Settings(micro=wanted, gpus=now)
 
 

@@ -21,7 +21,7 @@ from transformers import TrainerControl
 
 import megatrain_torch as mt
 from megatrain_torch import MegatrainError, cli
-from megatrain_torch.commands import folder, models
+from megatrain_torch.commands import folder, models, train
 from megatrain_torch.commands.folder import LOCK, MARKER, Owned, write_yaml
 from megatrain_torch.commands.launch import Team
 from megatrain_torch.commands.loop import Bar, Requests
@@ -333,7 +333,26 @@ def test_the_first_signal_says_how_a_run_ends() -> None:
         requests.heard(signal.SIGINT, None)
     control = TrainerControl()
     requests.on_step_end(None, None, control)
-    assert requests.stop == signal.SIGTERM and control.should_save and control.should_training_stop
+    assert requests.stop == signal.SIGTERM and control.should_save and control.should_log and control.should_training_stop
+
+
+def test_steps_that_share_a_line_of_the_log_have_their_mean_and_the_last_step_has_a_line(
+        made: Path, toy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    for name, more in {"each": [], "ten": ["--log-every", 10]}.items():
+        assert megatrain("train", toy, made / "my.txt", "--out", tmp_path / name, "--seq", 64, "--tokens", 128, "--steps", 7,
+                         "--save-every", 100, "--validation", 0.1, "--eval-every", 3, *more) == 0
+        assert "step 7/7: loss " in capsys.readouterr().out and folder.settings_of(tmp_path / name).log_every == (more or [1])[-1]
+    each, ten = ([line for line in lines(tmp_path / name) if "loss" in line] for name in ("each", "ten"))
+    assert [line["step"] for line in ten] == [1, 3, 6, 7], "what is evaluated has a line too"
+    assert ten[2]["loss"] == pytest.approx(sum(line["loss"] for line in each[3:6]) / 3, rel=1e-5)
+    assert ten[3] | {"tokens_per_second": 0} == each[6] | {"tokens_per_second": 0}
+
+
+@pytest.mark.parametrize("own, seconds, every", [(None, 1.3, 10), (None, 5.0, 1), (3, 1.3, 3)])
+def test_steps_that_are_short_on_a_gpu_share_lines(own: int | None, seconds: float, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mt, "plan", lambda *_, **__: types.SimpleNamespace(seconds=seconds, micro=2))
+    asked = train.Settings.of({"log_every": own, "tokens": 64, "seq": 64}, "here").with_(device="cuda")
+    assert train._planned(None, asked, Team())[0] == asked.with_(micro=2, log_every=every)
 
 
 def test_without_a_terminal_the_loss_is_told_every_30_seconds_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,8 +403,7 @@ def test_resume_survives_whatever_is_in_the_log(run: Path) -> None:
     assert '"loss": "a"' not in kept and all(json.loads(line)["step"] <= 2 for line in kept.splitlines()) and "tokens_per" in kept
 
 
-def test_an_export_leaves_what_has_its_name(run: Path, monkeypatch: pytest.MonkeyPatch,
-                                            capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_leaves_what_has_its_name(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     fills("e.unfinished/a")(run.parent)
     model, tokenizer = toy_model(), bytes_tokenizer()
     save = tokenizer.save_pretrained

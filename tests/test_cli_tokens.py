@@ -17,8 +17,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from megatrain_torch.commands import data
 from megatrain_torch.commands.settings import Settings
 
-LLAMA = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
-         r"\s+(?!\S)|\s+")
+LLAMA = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|" r"\s+(?!\S)|\s+")
 STRANGE = "Ünïcode, e\u0301 and ﬁ — 日本語テキスト。 \U0001f600\u200d\U0001f468 \n \n\n\t x=1;\n\n\n\n   'tis 123456789\r\n"
 
 
@@ -68,8 +67,7 @@ def unigram() -> Tokenizer:
 
 def wordpiece() -> Tokenizer:
     trainer = trainers.WordPieceTrainer(vocab_size=600, show_progress=False, special_tokens=["<unk>", "<s>", "</s>"])
-    return trained(models.WordPiece(unk_token="<unk>"), trainer, pre_tokenizers.BertPreTokenizer(),
-                   normalizers.BertNormalizer())
+    return trained(models.WordPiece(unk_token="<unk>"), trainer, pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer())
 
 
 def fast(make: Callable[[], Tokenizer]) -> Any:

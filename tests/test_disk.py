@@ -325,8 +325,7 @@ def refused(message: str, **how: Any) -> mt.MegatrainError:
     return found.value
 
 
-def test_what_makes_no_sense_is_refused_before_anything_is_changed(tmp_path: Path,
-                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_makes_no_sense_is_refused_before_anything_is_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused("give mt.stream the directory", plan={"homes": "disk"})
     refused("No such file or directory", plan={"homes": "disk"}, nvme=str(tmp_path / "none"))
     refused("give a directory", plan={"homes": "disk"}, nvme={"where": str(tmp_path)})

@@ -57,8 +57,7 @@ def coded(w: Tensor, form: str) -> Coded:
 def made(arch: str, how: str, codes: str = "") -> nn.Module:
     """Frozen experts; all else trains. codes: their form; "": they are none."""
     parity.seed()
-    model = transformers.AutoModelForCausalLM.from_config(ARCHES[arch](), dtype=torch.bfloat16,
-                                                          experts_implementation=how)
+    model = transformers.AutoModelForCausalLM.from_config(ARCHES[arch](), dtype=torch.bfloat16, experts_implementation=how)
     for name, p in list(model.named_parameters()):
         if is_stack(name, p):
             p.requires_grad_(False)

@@ -20,8 +20,7 @@ LAYER: dict[str, Any] = dict(d_model=16, nhead=4, dim_feedforward=32, dropout=0.
 
 
 def encoder(layers: int = 3, norm: bool = True, **kw: Any) -> nn.Module:
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(**LAYER | kw), layers,
-                                 norm=nn.LayerNorm(16) if norm else None)
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(**LAYER | kw), layers, norm=nn.LayerNorm(16) if norm else None)
 
 
 class Wrapped(nn.Module):

@@ -58,8 +58,7 @@ def with_lora(build: Callable[[], nn.Module], **config: Any) -> Callable[[], nn.
 
 
 def in_turn() -> list[tuple[str, str]]:
-    return [(c, k) for i, c in enumerate(CASES) for j, k in enumerate(KEEPS)
-            if parity.FULL or (i == 1 and j == 1)]
+    return [(c, k) for i, c in enumerate(CASES) for j, k in enumerate(KEEPS) if parity.FULL or (i == 1 and j == 1)]
 
 
 @pytest.mark.parametrize(("case", "keep"), in_turn())

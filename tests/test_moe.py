@@ -406,8 +406,7 @@ def test_a_second_backward_gives_the_same_again(family: str) -> None:
     fusing.second_backward(FAMILIES[family])
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss", "flex_olmo", "deepseek_v3",
-                                    "deepseek_v3_otherwise"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss", "flex_olmo", "deepseek_v3", "deepseek_v3_otherwise"])
 def test_what_is_kept_takes_the_bytes_that_are_reckoned_with(family: str) -> None:
     fusing.bytes_are_as_reckoned(FAMILIES[family]())
 

@@ -17,12 +17,7 @@ from megatrain_torch.ops import nf4_codes
 
 ROOT = Path(__file__).parents[1]
 HYPER = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
-FLOATS = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float64: "F64",
-}
+FLOATS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -149,8 +149,7 @@ def test_a_large_model_on_a_card_of_80_gb_is_told_the_commands(command: Callable
 
 
 def test_the_command_line_is_told_flags(command: Callable, model: Path) -> None:
-    asked = ("plan", model, "--tokens", "8192", "--seq", "1024", "--machine", "rtx4090", "--ram", "4GiB",
-             "--vram", "2GiB")
+    asked = ("plan", model, "--tokens", "8192", "--seq", "1024", "--machine", "rtx4090", "--ram", "4GiB", "--vram", "2GiB")
     status, out, err = command(*asked, "--nvme", "1MiB")
     lines = [line.strip() for line in err.splitlines() if line.startswith("    megatrain plan ")]
     assert (status, out) == (1, "") and len(lines) == 2
@@ -218,8 +217,7 @@ def test_the_host_of_a_card_is_anybodys_but_for_one_memory() -> None:
         assert mt.Machine.parse(name).with_limits(None, 200 * gib).host_bytes == found
 
 
-def test_a_cpu_that_was_measured_is_no_gpu(command: Callable, model: Path, monkeypatch: pytest.MonkeyPatch,
-                                           tmp_path: Path) -> None:
+def test_a_cpu_that_was_measured_is_no_gpu(command: Callable, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "machine.json").write_text(dataclasses.replace(MACHINES["cpu"], name="here").to_json())

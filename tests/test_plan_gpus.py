@@ -65,8 +65,7 @@ def test_one_gpu_of_one_machine_is_no_special_case() -> None:
 
 # ---- several -------------------------------------------------------------------------------------
 
-LINKED = dataclasses.replace(FLAT, exchange_gbps=100.0, network_gbps=10.0, lost_gbps=50.0, shared_gparams=2.0,
-                             communicator_bytes=0)
+LINKED = dataclasses.replace(FLAT, exchange_gbps=100.0, network_gbps=10.0, lost_gbps=50.0, shared_gparams=2.0, communicator_bytes=0)
 ASKED = dict(tokens=32768, seq=1024, homes="ram")
 WIDE = shapes_of(seven(12))("fp32")
 

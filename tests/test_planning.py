@@ -106,8 +106,7 @@ HOMES = {
 }
 
 
-TURNS = [list(HOMES), list(reversed(HOMES)), ["some come and leave", "some go through"] * 2,
-         ["all live there", "all stream"] * 2]
+TURNS = [list(HOMES), list(reversed(HOMES)), ["some come and leave", "some go through"] * 2, ["all live there", "all stream"] * 2]
 
 
 # Each way to turn by one kind of layers, in turn; by both with MEGATRAIN_FULL.
@@ -675,8 +674,7 @@ def test_a_plan_is_asked_for_as_outside_of_the_forward(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("states", ["fp32", "8bit"])
 @pytest.mark.parametrize("first", ["ram", "vram"])
-def test_states_of_parameters_that_are_not_trained_now_move(first: str, states: str,
-                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_of_parameters_that_are_not_trained_now_move(first: str, states: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Adapters that take turns: those that rest have states, and room for them is asked for where they go."""
     def plan(*args: Any, homes: Any, **kwargs: Any) -> mt.Plan:
         if isinstance(homes, dict):
@@ -687,8 +685,7 @@ def test_states_of_parameters_that_are_not_trained_now_move(first: str, states: 
 
     def run(**limits: Any) -> list[torch.Tensor]:
         streamed = mt.stream(dense().requires_grad_(False), "cpu", **limits)
-        turns = [[getattr(layer.self_attn, name).weight for layer in streamed.model.layers]
-                 for name in ("q_proj", "o_proj")]
+        turns = [[getattr(layer.self_attn, name).weight for layer in streamed.model.layers] for name in ("q_proj", "o_proj")]
         opt = mt.AdamW([p for turn in turns for p in turn], lr=1e-2, states=states)
         for number in range(8):
             for turn in (0, 1):

@@ -156,8 +156,7 @@ def test_what_the_system_does_not_say_is_not_believed(tmp_path: Path) -> None:
 def test_fp32_files_give_exact_masters(tmp_path: Path, kind: torch.dtype, home: str) -> None:
     plain = built("llama")
     plain.save_pretrained(tmp_path)
-    model = mt.from_pretrained(transformers.AutoModelForCausalLM, tmp_path, dtype=kind, device="cpu",
-                               plan={"homes": home})
+    model = mt.from_pretrained(transformers.AutoModelForCausalLM, tmp_path, dtype=kind, device="cpu", plan={"homes": home})
     values = dict(plain.named_parameters())
     assert not [n for n, p in model.named_parameters() if not torch.equal(p, values[n].to(kind))]
     assert not [n for n, m in mt.masters(model).items() if not torch.equal(m, values[n])]

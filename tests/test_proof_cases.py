@@ -158,8 +158,7 @@ def unturned_without_mask(layer: nn.Module) -> None:
 apply_rotary_pos_emb: Any = None
 
 
-@pytest.mark.parametrize("order", [(True, False, True, False),
-                                   pytest.param((False, True, False, True), marks=parity.LONG)])
+@pytest.mark.parametrize("order", [(True, False, True, False), pytest.param((False, True, False, True), marks=parity.LONG)])
 def test_rotary_embedding_where_there_is_a_mask_alone(order: tuple[bool, ...]) -> None:
     parity.seed()
     model = LLAMA()

@@ -261,8 +261,7 @@ class Pair:
     (lambda note: note.update(memory="much"), ""),
     (None, ""),                                                        # an older one has none
 ])
-def test_what_a_run_does_otherwise_is_told(change: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-                                           ) -> None:
+def test_what_a_run_does_otherwise_is_told(change: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GatedMLP, "tile", lambda self, item: 8)
     first = Pair(activations="saved")
     first.step(0)

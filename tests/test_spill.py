@@ -157,8 +157,7 @@ def works(model: nn.Module, right: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("mode, compute", WAYS)
-def test_a_read_that_fails_is_an_error_in_the_step_and_the_next_one_works(mode: str, compute: str,
-                                                                          tmp_path: Path) -> None:
+def test_a_read_that_fails_is_an_error_in_the_step_and_the_next_one_works(mode: str, compute: str, tmp_path: Path) -> None:
     right = grads_of(tiny(read(mode).keep, None, compute), once)
     model = tiny(mode, str(tmp_path), compute, sync=True)       # all is written when a window's forward is over
     loss = model(**padded(0)).loss
@@ -171,8 +170,7 @@ def test_a_read_that_fails_is_an_error_in_the_step_and_the_next_one_works(mode: 
 
 
 @pytest.mark.parametrize("mode, compute", WAYS[:2])
-def test_a_write_that_fails_is_an_error_in_the_step_and_the_next_one_works(mode: str, compute: str,
-                                                                           tmp_path: Path) -> None:
+def test_a_write_that_fails_is_an_error_in_the_step_and_the_next_one_works(mode: str, compute: str, tmp_path: Path) -> None:
     right = grads_of(tiny(read(mode).keep, None, compute), once)
     model = tiny(mode, str(tmp_path), compute, sync=True)
     works(model, right)                                          # the file has its room

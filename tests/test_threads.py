@@ -64,8 +64,7 @@ def in_thread(call: Callable[[], Any], name: str = "other") -> Any:
     return found[0]
 
 
-def while_stopped(model: nn.Module, where: str, work: Callable[[], Any], meanwhile: Callable[[], Any]
-                  ) -> tuple[Any, Any]:
+def while_stopped(model: nn.Module, where: str, work: Callable[[], Any], meanwhile: Callable[[], Any]) -> tuple[Any, Any]:
     """What `work` gives in a thread that is stopped in the third layer, and what `meanwhile` gives then, in this one."""
     layer, found = model.layers[3], []
     layer.stops = where
@@ -94,8 +93,7 @@ def grads(model: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("second", [forward, lambda m: m(torch.ones(2, 8)).sum().backward()],
-                         ids=["a forward", "a step"])
+@pytest.mark.parametrize("second", [forward, lambda m: m(torch.ones(2, 8)).sum().backward()], ids=["a forward", "a step"])
 def test_a_second_thread_is_refused_and_the_first_is_right(where: str, second: Callable) -> None:
     plain, model = made()
     mine, other = while_stopped(model, where, lambda: grads(model), lambda: second(model))

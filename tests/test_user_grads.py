@@ -382,8 +382,7 @@ def test_what_is_kept_shows_what_torch_shows(make: Any, homes: str, keep: str, t
             m(grads_for(m, step)).backward()
         grads = given(plain)
         if step < 2:
-            kept.append(([KEEPERS[keep](p) for p in model.parameters()],
-                         [KEEPERS[keep](p) for p in plain.parameters()]))
+            kept.append(([KEEPERS[keep](p) for p in model.parameters()], [KEEPERS[keep](p) for p in plain.parameters()]))
         opt.step()
         follow(refs, grads)
         for m in (opt, model, plain):

@@ -153,8 +153,7 @@ def grads(m: nn.Module, **more: Any) -> dict[str, torch.Tensor]:
     return {n: p.grad.clone() for n, p in m.named_parameters()}
 
 
-def test_what_a_proof_refuses_at_the_first_call_runs_again_in_that_pass_and_is_planned_for_then(
-        frames: list[str]) -> None:
+def test_what_a_proof_refuses_at_the_first_call_runs_again_in_that_pass_and_is_planned_for_then(frames: list[str]) -> None:
     plain, m = model(), model()
     otherwise(plain)
     otherwise(m)

@@ -390,7 +390,7 @@ def difference(then: dict[str, Any], now: dict[str, Any]) -> str:
 # In a row documents stand behind one another, and position_ids start again at each: most models of transformers, given
 # no mask, let each see itself alone. With a model that does not, each document has rows of its own. Plain text is cut
 # where a row ends, so that rows are full. What has a beginning that the rest needs (prompts, conversations) stays
-# whole, put where it fits best. What is left of a row is a sequence of its own without labels.
+# whole, put where it fits best. What is left of a row goes on behind it, without labels.
 
 def held_out(found: list[Document], share: float, seed: int) -> tuple[list[Document], list[Document]]:
     """(documents to train on, documents held out): in an order drawn once, the last `share` of the tokens. A text on
@@ -478,9 +478,7 @@ def packed(found: Sequence[Document], seq: int, filler: int, alone: bool = False
             begins[row, at] = True
             # The first token follows nothing: its place is the last of the document before, which must not learn it.
             learned[row, here][1:] = part.trained[1:]
-            at += len(part)
-        if at < seq:
-            begins[row, at] = True
+            at += len(part)              # what fills the row goes on behind it, where nothing that is learned sees it
     return Rows(ids, learned, begins, sum(d.whole and len(d) > seq for d in found), alone)
 
 

@@ -153,9 +153,8 @@ class Lora:
             if first:
                 raise MegatrainError(f"lora={value!r}: words such as {AS} are needed")
         known = {f.name: f for f in dataclasses.fields(Lora)}
-        for name in given:
-            if name not in known:
-                raise MegatrainError(f"lora: {unknown(name, known, 0.4)}")
+        if strange := [name for name in given if name not in known]:
+            raise MegatrainError(f"lora: {unknown(strange[0], known, 0.4)}")
         if given.get("r") is None:
             raise MegatrainError(f"lora={value!r}: r is needed, the adapters' rank, as in lora={AS}")
         found = {name: _of_kind(known[name], v, "lora") for name, v in given.items()}
@@ -216,7 +215,8 @@ class Settings:
     nvme: str = _setting(None, str, "folder for states, weights and activations that host memory does not hold",
                          shown="FOLDER")
 
-    log_every: int = _setting(1, int, "steps between two lines of log.jsonl")
+    log_every: int = _setting(None, int, "steps between two lines of log.jsonl; default: 10 where the plan predicts "
+                              "steps shorter than 5 s on a GPU, else 1")
     eval_every: int = _setting(None, int, "steps between two evaluations; default: a tenth of the run")
     save_every: int = _setting(None, int, "steps between two checkpoints; default: a fifth of the run")
     early_stopping: int = _setting(None, int, "stop after so many evaluations in a row without improvement, and "

@@ -269,20 +269,21 @@ def _finish(trainer: Any, seconds: float) -> None:
 
 
 def _planned(model: Any, settings: Settings, team: Team) -> tuple[Settings, dict[str, Any]]:
-    """(with micro-batches, how to stream): on CUDA by the plan of least time for this machine."""
+    """(with micro-batches and lines of the log, how to stream): on CUDA by the plan of least time for this machine."""
     if settings.device == "cpu":
-        return settings.with_(micro=settings.micro or 1), {
+        return settings.with_(micro=settings.micro or 1, log_every=settings.log_every or 1), {
             "device": "cpu", "plan": {"states": settings.states}, "host": settings.host, "nvme": settings.nvme,
             "products": settings.products}
-    from .loop import classes
+    from .loop import LONG_S, classes
 
-    trainer = None if settings.method == "sft" else classes(settings.method)[0]
     plan = team.first_does(lambda: mt.plan(
-        model, tokens=settings.tokens // settings.gpus, use_cache=False, trainer=trainer,
+        model, tokens=settings.tokens // settings.gpus, use_cache=False,
+        trainer=None if settings.method == "sft" else classes(settings.method)[0],
         **{name: getattr(settings, name) for name in ("seq", "vram", "host", "micro", "states", "products", "nvme",
                                                       "gpus")}))
     say(str(plan).split("\n\n")[0])
-    return settings.with_(micro=plan.micro), {"device": "cuda", "plan": plan}
+    lines = settings.log_every or (10 if plan.seconds < LONG_S else 1)       # the GPU waits 35 ms while a loss is read
+    return settings.with_(micro=plan.micro, log_every=lines), {"device": "cuda", "plan": plan}
 
 
 def _check_disk(model: Any, settings: Settings, there: int) -> None:

@@ -23,7 +23,7 @@ from ..base.limits import show_bytes, show_size
 from ..base.modes import FORMATS
 from ..figures.report import as_text, bytes_table
 from .machine import Machine
-from .search import Problem, solve
+from .search import WORTH, Problem, solve
 from .shapes import Shape
 
 ENDLESS = 1 << 62           # bytes of a disk
@@ -215,7 +215,8 @@ class _Search:
             return None
         disk = sum(problem.disk_bytes(best[0]).values())
         on_disk = {"nvme": {"limit": -(-disk // GIB) * GIB}} if "nvme" in changes else {}
-        return Way(changes | on_disk, problem.wishes.tokens * problem.wishes.fleet.count / best[1].seconds)
+        least = best[1].seconds * (WORTH if best[0].micro > 1 else 1.0)     # a plan may prefer fewer micro-batches
+        return Way(changes | on_disk, problem.wishes.tokens * problem.wishes.fleet.count / least)
 
 
 def _part(part: dict[str, Any], changes: dict[str, Any]) -> bool:

@@ -27,7 +27,7 @@ from ..figures.report import LANES, Shown, Table, Tier, bytes_table, draw_tiers
 from ..store.disk import FROZEN, PADDING, SPILLED, Disk
 from .changes import refusal
 from .machine import Machine, resolve
-from .search import OVERHEAD, Choice, Problem, Timing, Wishes, solve
+from .search import OVERHEAD, WORTH, Choice, Problem, Timing, Wishes, solve
 from .shapes import Shape, shapes_of
 from .tally import LENT, Fleet, check_delivery, check_homes
 
@@ -154,8 +154,7 @@ class Plan(Shown):
     def _head(self) -> str:
         frozen = "all trained" if self.trained == self.parameters else f"{self.trained:,} trained"
         cut = f"{self.micro} micro-batches of {self.tokens // self.micro:,}" if self.micro > 1 else "one micro-batch"
-        cut += f"; {self.states} states" * (self.states != "fp32")
-        cut += "; products in fp8" * (self.products == "fp8")
+        cut += f"; {self.states} states" * (self.states != "fp32") + "; products in fp8" * (self.products == "fp8")
         cut += "; weights in shards" * (self.delivery == "shards")
         lines = [f"{self.model}: {self.parameters / 1e9:.3f} B parameters, {frozen}",
                  f"{self.fleet.each}{self.tokens:,} tokens a step in sequences of {self.seq:,}, {cut}; {self.compute} "
@@ -219,7 +218,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
             stored, else with those of the description nearest to it. Without a GPU: its CPU device.
         vram, host: limits in bytes or as "24GiB", everything counted: driver, Python and torch too. They lower
             what the machine has, but say what the host of a card by name has; by default 2 % of it stay free.
-        micro: micro-batches of a step; None: as many as are best.
+        micro: micro-batches of a step; None: the fewest whose time is within 3 % of the best.
         homes: "ram", "vram", "arrive", "through" or, with nvme, "disk" or "disk+weights" for all units. Or a dict by
             name of unit, as in a plan. The rest is chosen for these. activations: "replay", "attention", "linked" (of
             every second layer; of the others "attention"), "selective" or "saved", for all windows that have it. With
@@ -303,16 +302,17 @@ def _limits(machine: Machine | str | None, vram: int | str | None, host: int | s
     return whole, whole.with_limits(parse_bytes(vram, "vram"), most)
 
 
-WORTH_SHARDS = 1.03         # by so much faster they must be: each window then waits for all ranks
-
-
 def _delivered(problem: Problem, choice: Choice, timing: Timing, asked: str | None
                ) -> tuple[Problem, tuple[Choice, Timing]]:
-    """In shards where that is not asked for, GPUs have links, and what is best otherwise is faster so."""
+    """In shards, unless that is asked, and in more micro-batches only where either is faster by WORTH."""
     if asked is None and problem.wishes.fleet.gpus > 1 and not problem.exchange.on_link:
         other = Problem(problem.shape, problem.machine, dataclasses.replace(problem.wishes, delivery="shards"))
-        if faster := other.time(choice, timing.seconds / WORTH_SHARDS):
-            return other, other.best(faster.seconds) or (choice, faster)
+        if faster := other.time(choice, timing.seconds / WORTH):
+            problem, (choice, timing) = other, other.best(faster.seconds) or (choice, faster)
+    for micro in sorted(k for k in problem.micro_counts if k < choice.micro):
+        fewer = Problem(problem.shape, problem.machine, dataclasses.replace(problem.wishes, micro=micro))
+        if found := fewer.best(timing.seconds * WORTH):
+            return problem, found
     return problem, (choice, timing)
 
 

@@ -31,6 +31,8 @@ from .tally import ADDED_BYTES, ALONE, LENT, SETTLED, THROUGH_BYTES, Exchange, F
 
 MOST_SIMULATIONS = 20000    # a second; a search of a hundred layers takes some hundred
 WORTH_THROUGH = 1.01        # README's loop, 7B width, 24 GiB, measured 2.4 % where plans have 1.6 to 2.7
+WORTH = 1.03                # so much faster must shards be, where windows wait for all ranks, and more micro-batches:
+                            # 7B took 1.307 s in one, 1.337 in four (LoRA, 32k); 3.444 in one, 3.493 in two (64k)
 NORM_S = 0.0005             # clip factor, and waking the updater
 SHOWN_MICRO = 8             # micro-batches walked through; of more, those before the last are taken to be alike
 RINGS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -130,23 +132,21 @@ class Problem:
     def costs(self, micro: int) -> dict[Window, Cost]:
         """Of one of so many micro-batches, by the shape of windows."""
         if micro not in self._costs:
-            w = self.wishes
-            self._costs[micro] = {kind: cost_of(kind, self.seen, w.tokens // micro, w.seq, w.fused)
-                                  for kind in self.kinds}
+            w, m = self.wishes, self.seen
+            if micro > 1:                   # a step in parts brings a card to its power limit as well as one in a whole
+                m = dataclasses.replace(m, gemm=tuple((n, width, min(rate, m.gemm_flops(n * micro, width) / 1e12))
+                                                      for n, width, rate in m.gemm))
+            self._costs[micro] = {kind: cost_of(kind, m, w.tokens // micro, w.seq, w.fused) for kind in self.kinds}
         return self._costs[micro]
 
     @functools.cached_property
     def micro_counts(self) -> list[int]:
         """Numbers of micro-batches that may be chosen; first those that compute in least time."""
         w, sequences = self.wishes, self.wishes.tokens // self.wishes.seq
-        if w.grads == "none":
-            return [1]
-
-        def least_s(micro: int) -> float:
-            costs = (self.costs(micro)[w.shape] for w in self.shape.windows)
-            return micro * sum(c.forward_s + min(c.backward_s.values()) for c in costs)
-
-        return sorted([w.micro] if w.micro else (k for k in range(1, sequences + 1) if sequences % k == 0), key=least_s)
+        one = w.micro or w.grads == "none"
+        found = [w.micro or 1] if one else [k for k in range(1, sequences + 1) if sequences % k == 0]
+        costs = {k: [self.costs(k)[window.shape] for window in self.shape.windows] for k in found}
+        return sorted(found, key=lambda k: k * sum(c.forward_s + min(c.backward_s.values()) for c in costs[k]))
 
     def _flying(self, at: int) -> int:
         """Gradients' bytes on the device in a window's backward; a fused head's lie in its fp32 sums' memory."""
@@ -261,9 +261,8 @@ class Problem:
     def best(self, than: float = math.inf) -> tuple[Choice, Timing] | None:
         """The choice of least time, the first of equals; None: nothing fits and takes less than so many seconds."""
         found = _core.search_best(self.arrays, than, self.most)
-        if found is None:
-            return None
-        return self._choice(*found[:-1]), Timing.of(found[-1], not self.wishes.fleet.alone)
+        return None if found is None else (self._choice(*found[:-1]),
+                                           Timing.of(found[-1], not self.wishes.fleet.alone))
 
     def time(self, choice: Choice, than: float = math.inf) -> Timing | None:
         """None where it takes so many seconds or more."""
