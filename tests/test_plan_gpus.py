@@ -149,10 +149,10 @@ def test_units_at_home_on_several_devices_have_their_states_there_in_parts() -> 
 
 def test_a_refusal_of_several_offers_nothing_they_cannot_have() -> None:
     with pytest.raises(mt.MegatrainError) as found:
-        mt.plan(seven(30), tokens=8192, seq=1024, machine=dataclasses.replace(LINKED, vram_bytes=40 * GIB), gpus=2)
+        mt.plan(seven(33), tokens=8192, seq=1024, machine=dataclasses.replace(LINKED, vram_bytes=40 * GIB), gpus=2)
     assert "grads" not in found.value.changes and not any("grads" in way.changes for way in found.value.ways)
     for way in (found.value.ways[0], next(way for way in found.value.ways if "nvme" in way.changes)):
-        again = mt.plan(seven(30), **{"tokens": 8192, "seq": 1024, "gpus": 2, "machine": dataclasses.replace(
+        again = mt.plan(seven(33), **{"tokens": 8192, "seq": 1024, "gpus": 2, "machine": dataclasses.replace(
             LINKED, vram_bytes=40 * GIB)} | way.changes)
         assert again.tokens_per_second >= way.tokens_per_second > 0.5 * again.tokens_per_second
 
@@ -240,13 +240,13 @@ def test_two_h200_lose_little_to_what_they_exchange() -> None:
 
 
 def test_new_weights_of_units_at_home_on_two_h200_hide_behind_the_forward() -> None:
-    """Each copies half of a unit down to the host and half up from there, 4.7 ms, and a forward takes 25 ms of it."""
+    """Each copies half of a unit from the other GPU, and none of it to the host."""
     asked = ASKED | {"homes": None, "machine": "h200-128g,host=252GiB", "gpus": 2}
     plan, short = mt.plan(seven(20), **asked), mt.plan(seven(20), **asked | {"tokens": 8192})
     assert plan.tokens_per_second > 36_000 and plan.idle.get("through", 0.0) < 0.015 * plan.seconds
     one = mt.plan(seven(20), **asked | {"tokens": 8192, "gpus": 1})
     assert short.tokens_per_second > 0.88 * 2 * one.tokens_per_second
-    assert plan.busy["through"] > plan.host["weights"] / 2 / 55e9            # one way
+    assert plan.busy.get("through", 0.0) == 0.0
 
 
 # ---- as text -------------------------------------------------------------------------------------

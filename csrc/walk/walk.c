@@ -364,7 +364,7 @@ static void new_weights(walker *t)
     for (int64_t i = 0; i < in->units.begin[in->n_windows]; i++) {
         int64_t u = in->units.item[i];
 
-        if (in->updated_on[u] == MT_LANE_DEVICE && in->raised[u] > 0 && t->left[u] == t->done[u])
+        if (in->updated_on[u] == MT_LANE_DEVICE && in->lowered[u] > 0 && t->left[u] == t->done[u])
             bring_down(t, u, &down);
     }
     spread(t);
