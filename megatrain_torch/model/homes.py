@@ -159,8 +159,9 @@ def _change(rt: Runtime, asked: Asked, plan: Plan) -> None:
             rt.broken = f"units were on their way to other homes when that failed on some process: {error}"
         raise
     if ranks is not None:
-        for unit in sorted(rt.homes.reach(ranks)):
-            rt.homes.take(unit)                  # trained weights leave host memory too, now that they are in reach
+        for unit in sorted(rt.homes.reach(ranks)):           # trained weights leave host memory too, in reach now
+            if before.homes[unit] != asked.homes[unit]:
+                rt.homes.take(unit)
 
 
 def _move_units(rt: Runtime, asked: Asked, plan: Plan, homes: list[str], have: dict[int, Slot]) -> None:
