@@ -672,11 +672,13 @@ mt_status mt_mirror_release(mt_store *s, int unit)
 }
 
 /* Weights of the unit that may be aloft, [n], and what tells them from others. Its frozen ones, or
- * else its trained ones: who reads adapters brings no base. */
+ * else its trained ones: who reads adapters brings no base. Those that were, within reach: whatever
+ * is trained by now, the host has not what updates made of them. */
 static uint64_t rising(mt_store *s, const mt__unit *u, unsigned char *rises)
 {
     const mt_home *h = home_of(u);
-    int            trained = h->slot != NULL && h->slot(u->home_of, u->number, 0) != NULL;
+    int            reached = h->slot != NULL && h->slot(u->home_of, u->number, 0) != NULL;
+    int            trained = reached;
     uint64_t       all = 0;
 
     for (int i = 0; i < u->shape.n; i++)
@@ -685,7 +687,8 @@ static uint64_t rising(mt_store *s, const mt__unit *u, unsigned char *rises)
     for (int i = 0; i < u->shape.n; i++) {
         rises[i] = which(u, i, h->later & HI, IS(FRESH) | IS(STALE)) != 0 &&
                    !mt_share_is_apart(s->share) &&
-                   trained == mt_store_trainable(s, u->number, i);
+                   (trained == mt_store_trainable(s, u->number, i) ||
+                    (reached && mt__aloft(u, i)));
         all = rises[i] ? mt_alike_mix(all, (uint64_t)i + 1) : all;
     }
     return all >> 32;
