@@ -488,10 +488,11 @@ mt_status mt_ledger_wait_saved(mt_store *s, int unit)
 /* ---- copies out of HI ------------------------------------------------------------------- */
 
 /* Of a settled unit: no device writes it before this fetch is over. An update that is announced
- * while a rank saves the unit waits for that. */
+ * while this rank saves the unit waits for that. Of another one's save it may be heard too late,
+ * when that is over (relay.h). */
 static int is_still(const mt__unit *u)
 {
-    return is_stepped(u) || (u->shared && !is_saved(u));
+    return is_stepped(u) || (u->shared && u->account.saves > 0);
 }
 
 /* The mover, before the copy. An update announced after this finds the announcement, and its

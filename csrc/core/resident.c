@@ -707,7 +707,9 @@ static mt_status update(mt_resident *r, mt_update *u, int *lowered)
     mt__settled *h;
     mt_status st;
 
-    MT_DO(mt_ledger_wait_saved(r->store, unit));
+    /* Behind CLEAR a fetch may begin as long as a save has the unit: it must not take what is new
+     * here for what it brings. */
+    MT_DO(mt_ledger_wait_fetch(r->store, unit));
     MT_DO(mt__settled_find(r, unit, &h));
     if (r->ferry.open)
         MT_DO(MT_UNTIL(mt_store_watch(r->store), &r->ferry.ends.news, &r->mu, h->trip == NULL,
