@@ -543,23 +543,27 @@ void mt__mirror_touched(mt_store *s, int unit)
             tell(u, i, HI, MT_MIRROR_SET);
 }
 
-/* param: the one that is read; -1: any. */
+/* param: the one that is read; -1: any. It is a fetch, announced before others wait for what this
+ * thread brings: then nothing is waited for that they might have to announce before it is over. */
 static mt_status lower(mt_store *s, int unit, int param, int claims)
 {
     mt__unit *u = mt__unit_at(s, unit);
     others    a = { .s = s, .u = u, .planes = HI };
+    uint64_t  version;
     mt_status st;
 
     if (!mt__aloft(u, param))
         return MT_OK;
+    MT_DO(mt_ledger_fetch_begin(s, unit, &version));
     a.want[MT_PLANE_HI] = stamp(s, u, MT_PLANE_HI) | (claims ? CLAIMED : 0);
-    if ((st = await_others(&a)) != MT_OK || a.mine == 0)
-        return st;
-    if ((st = mt_mirror_enter(s, unit)) == MT_OK) {
-        st = home_of(u)->load(u->home_of, unit, HI);
-        mt_mirror_leave(s, unit);
+    if ((st = await_others(&a)) == MT_OK && a.mine != 0) {
+        if ((st = mt_mirror_enter(s, unit)) == MT_OK) {
+            st = home_of(u)->load(u->home_of, unit, HI);
+            mt_mirror_leave(s, unit);
+        }
+        set_words(&a, st == MT_OK);
     }
-    set_words(&a, st == MT_OK);
+    (void)mt_ledger_fetching(s, unit, NULL);
     return st;
 }
 
