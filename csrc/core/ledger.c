@@ -488,10 +488,11 @@ mt_status mt_ledger_wait_saved(mt_store *s, int unit)
 /* ---- copies out of HI ------------------------------------------------------------------- */
 
 /* Of a settled unit: no device writes it before this fetch is over. An update that is announced
- * while a rank saves the unit waits for that. */
+ * while this rank saves the unit waits for that. Of another one's save it may be heard too late,
+ * when that is over (relay.h). */
 static int is_still(const mt__unit *u)
 {
-    return is_stepped(u) || (u->shared && !is_saved(u));
+    return is_stepped(u) || (u->shared && u->account.saves > 0);
 }
 
 /* The mover, before the copy. An update announced after this finds the announcement, and its
@@ -516,7 +517,7 @@ mt_status mt_ledger_fetch_begin(mt_store *s, int unit, uint64_t *version)
     return MT_OK;
 }
 
-/* The mover, right behind the copy it put in h2d. */
+/* The mover, right behind the copy it put in h2d; NULL: it is over. */
 mt_status mt_ledger_fetching(mt_store *s, int unit, mt_queue *h2d)
 {
     const mt_dev_ops *ops = s->dev->ops;
@@ -528,11 +529,11 @@ mt_status mt_ledger_fetching(mt_store *s, int unit, mt_queue *h2d)
         return mt__no_unit(s, unit);
     a = &u->account;
     mt_lock(&s->fetched_mu);
-    if (a->fetched == NULL)
+    if (h2d != NULL && a->fetched == NULL)
         st = ops->event_open(s->dev, &a->fetched);
-    if (st == MT_OK)
+    if (h2d != NULL && st == MT_OK)
         st = ops->record(h2d, a->fetched);
-    if (st == MT_OK)
+    if (h2d != NULL && st == MT_OK)
         mt_watch_put(&s->watch, &a->copying, atomic_load(&u->home)->later ? "device update" : "h2d",
                      u->name, "copies of its weights (the event FETCHED)", a->fetched);
     mt_unlock(&s->fetched_mu);

@@ -63,7 +63,8 @@ int       mt_ledger_updates_due (mt_store *s, int unit);     /* the unit's updat
 /* Until updates == 0 (of a settled unit: until all have stepped); in the same breath fetches += 1.
  * *version: what a copy put from now brings. */
 mt_status mt_ledger_fetch_begin (mt_store *s, int unit, uint64_t *version);
-/* Records `fetched` on h2d; fetches -= 1 if it was announced, also on failure. */
+/* Records `fetched` on h2d (NULL: all is copied); fetches -= 1 if it was announced, also on
+ * failure. */
 mt_status mt_ledger_fetching    (mt_store *s, int unit, mt_queue *h2d);
 /* until copies out of HI so far are over */
 mt_status mt_ledger_wait_fetched(mt_store *s, int unit);

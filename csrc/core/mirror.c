@@ -543,23 +543,27 @@ void mt__mirror_touched(mt_store *s, int unit)
             tell(u, i, HI, MT_MIRROR_SET);
 }
 
-/* param: the one that is read; -1: any. */
+/* param: the one that is read; -1: any. It is a fetch, announced before others wait for what this
+ * thread brings: then nothing is waited for that they might have to announce before it is over. */
 static mt_status lower(mt_store *s, int unit, int param, int claims)
 {
     mt__unit *u = mt__unit_at(s, unit);
     others    a = { .s = s, .u = u, .planes = HI };
+    uint64_t  version;
     mt_status st;
 
     if (!mt__aloft(u, param))
         return MT_OK;
+    MT_DO(mt_ledger_fetch_begin(s, unit, &version));
     a.want[MT_PLANE_HI] = stamp(s, u, MT_PLANE_HI) | (claims ? CLAIMED : 0);
-    if ((st = await_others(&a)) != MT_OK || a.mine == 0)
-        return st;
-    if ((st = mt_mirror_enter(s, unit)) == MT_OK) {
-        st = home_of(u)->load(u->home_of, unit, HI);
-        mt_mirror_leave(s, unit);
+    if ((st = await_others(&a)) == MT_OK && a.mine != 0) {
+        if ((st = mt_mirror_enter(s, unit)) == MT_OK) {
+            st = home_of(u)->load(u->home_of, unit, HI);
+            mt_mirror_leave(s, unit);
+        }
+        set_words(&a, st == MT_OK);
     }
-    set_words(&a, st == MT_OK);
+    (void)mt_ledger_fetching(s, unit, NULL);
     return st;
 }
 
@@ -672,11 +676,13 @@ mt_status mt_mirror_release(mt_store *s, int unit)
 }
 
 /* Weights of the unit that may be aloft, [n], and what tells them from others. Its frozen ones, or
- * else its trained ones: who reads adapters brings no base. */
+ * else its trained ones: who reads adapters brings no base. Those that were, within reach: whatever
+ * is trained by now, the host has not what updates made of them. */
 static uint64_t rising(mt_store *s, const mt__unit *u, unsigned char *rises)
 {
     const mt_home *h = home_of(u);
-    int            trained = h->slot != NULL && h->slot(u->home_of, u->number, 0) != NULL;
+    int            reached = h->slot != NULL && h->slot(u->home_of, u->number, 0) != NULL;
+    int            trained = reached;
     uint64_t       all = 0;
 
     for (int i = 0; i < u->shape.n; i++)
@@ -685,7 +691,8 @@ static uint64_t rising(mt_store *s, const mt__unit *u, unsigned char *rises)
     for (int i = 0; i < u->shape.n; i++) {
         rises[i] = which(u, i, h->later & HI, IS(FRESH) | IS(STALE)) != 0 &&
                    !mt_share_is_apart(s->share) &&
-                   trained == mt_store_trainable(s, u->number, i);
+                   (trained == mt_store_trainable(s, u->number, i) ||
+                    (reached && mt__aloft(u, i)));
         all = rises[i] ? mt_alike_mix(all, (uint64_t)i + 1) : all;
     }
     return all >> 32;

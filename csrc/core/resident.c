@@ -707,7 +707,9 @@ static mt_status update(mt_resident *r, mt_update *u, int *lowered)
     mt__settled *h;
     mt_status st;
 
-    MT_DO(mt_ledger_wait_saved(r->store, unit));
+    /* Behind CLEAR a fetch may begin as long as a save has the unit: it must not take what is new
+     * here for what it brings. */
+    MT_DO(mt_ledger_wait_fetch(r->store, unit));
     MT_DO(mt__settled_find(r, unit, &h));
     if (r->ferry.open)
         MT_DO(MT_UNTIL(mt_store_watch(r->store), &r->ferry.ends.news, &r->mu, h->trip == NULL,
@@ -799,10 +801,12 @@ static mt_status home_load(void *arg, int unit, unsigned planes)
     mt_resident *r = arg;
     mt__settled *h = r->units[unit];
 
-    if ((planes & HI) && r->ferry.open) {
-        MT_DO(catch_up(r, h));
+    if ((planes & HI) && r->ferry.open) {    /* who wants weights that are aloft has announced it */
+        MT_HOLD(&r->mu);
+        if (h->has_news)
+            MT_DO(put_raise(r, h, 1));
         /* RAISED: the other ranks' portions are in the slot. */
-        MT_DO(MT_LOCKED(&r->mu, mt_edge(r->cx, MT_EDGE_RAISED, r->queue, h->raised)));
+        MT_DO(mt_edge(r->cx, MT_EDGE_RAISED, r->queue, h->raised));
     }
     return copy(r, unit, -1, planes, 0);
 }

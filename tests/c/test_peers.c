@@ -1706,6 +1706,179 @@ TEST(trained_weights_that_are_read_and_written_are_the_devices)
     full = 0;
 }
 
+/* Each parameter as one process has it: where it is read on the host, and where compute reads. */
+static void check_read(runner *r, int unit, int step)
+{
+    size_t at = 0;
+
+    for (int i = 0; i < PARAMS; i++) {
+        size_t n = mt_store_plane_bytes(r->cx.store, unit, i, MT_PLANE_HI,
+                                        shape_of(unit, i).numel);
+
+        CHECK_OK(mt_mirror_read(r->cx.store, unit, i));
+        if (memcmp(place(r, unit, i, MT_PLANE_HI, 0), r->want->hi[step][unit] + at, n) != 0)
+            CHECK_EQ(i, -100 - step);
+        at += (n + 511) / 512 * 512;
+    }
+    fetch(r, unit);
+    CHECK_OK(r->cx.dev->ops->sync(r->run));
+    if (!has_weights(r, unit, r->slot[unit], r->want->hi[step][unit]))
+        CHECK_EQ(unit, -1000 - step);
+}
+
+/* A unit that was all trained has a parameter that is not any more; then units move. */
+static void *freeze_some(void *arg)
+{
+    runner *r = arg;
+
+    take_all(r);
+    one_step(r);
+    meet(r);
+    for (int u = 0; u < UNITS; u++)
+        CHECK_OK(mt_store_set_trainable(r->cx.store, u, 1, 0));
+    take_all(r);
+    for (int u = 0; u < UNITS; u++)
+        check_read(r, (u + r->rank) % UNITS, 1);
+    meet(r);
+    unsettle_all(r);
+    for (int u = 0; u < UNITS; u++)
+        check_weights(r, u, 1);
+    meet(r);
+    return NULL;
+}
+
+TEST(weights_beside_which_some_are_frozen_later_are_not_lost)
+{
+    run_threads(PLAN(.ranks = 3, .settled = 7, .full = 1), freeze_some);
+}
+
+/* Some of those that were frozen are trained; then units move. */
+static void *thaw_some(void *arg)
+{
+    runner *r = arg;
+
+    for (int u = 0; u < UNITS; u++)
+        CHECK_OK(mt_store_set_trainable(r->cx.store, u, 1, 0));
+    take_all(r);
+    for (int u = 0; u < UNITS; u++) {
+        CHECK_OK(mt_mirror_read(r->cx.store, u, 1));
+        CHECK_OK(mt_store_set_trainable(r->cx.store, u, 1, 1));
+    }
+    one_step(r);
+    meet(r);
+    take_all(r);
+    for (int u = 0; u < UNITS; u++)
+        check_read(r, (u + r->rank) % UNITS, 1);
+    meet(r);
+    r->step = 1;
+    one_step(r);
+    for (int u = 0; u < UNITS; u++)
+        check_read(r, (u + r->rank) % UNITS, 2);
+    save_weights(r, 2, NULL);
+    meet(r);
+    unsettle_all(r);
+    for (int u = 0; u < UNITS; u++)
+        check_weights(r, u, 2);
+    meet(r);
+    return NULL;
+}
+
+TEST(weights_beside_which_some_are_trained_later_are_not_lost)
+{
+    for (int k = 0; k < 2; k++)
+        run_threads(PLAN(.ranks = 3, .settled = 7, .apart = k), thaw_some);
+}
+
+/* A rise that comes late, when a save is on and the next step is announced. */
+static void *rise_late(void *arg)
+{
+    runner  *r = arg;
+    unit_job next[UNITS];
+    uint64_t ticket, version;
+    double   norm;
+    int      skipped;
+
+    take_all(r);
+    one_step(r);
+    meet(r);
+    for (int u = 0; u < UNITS; u++) {
+        CHECK_OK(mt_ledger_wait_updates(r->cx.store, u));
+        CHECK_OK(mt_ledger_save_begin(r->cx.store, u));
+    }
+    meet(r);
+    r->step = 1;
+    for (int u = 0; u < UNITS; u++)
+        hand_over(r, u, 0);
+    submit(r, next, &ticket);
+    CHECK_OK(mt_update_norm(r->u, ticket, &norm, &skipped));
+    sleep_ms(100);                           /* all are CLEAR, and wait for the saves */
+    CHECK_OK(mt_ledger_fetch_begin(r->cx.store, 0, &version));
+    for (int u = 0; u < UNITS; u++)
+        mt_ledger_save_end(r->cx.store, u);
+    sleep_ms(100);
+    /* Nothing of it has been put before what that brings. */
+    CHECK_EQ(said_of(r, MT_COUNT_STEPPED, r->rank), 1);
+    CHECK_OK(mt_ledger_fetching(r->cx.store, 0, r->res->ferry.up));
+    CHECK_OK(mt_update_drain(r->u));
+    for (int u = 0; u < UNITS; u++)
+        check_read(r, u, 2);
+    meet(r);
+    return NULL;
+}
+
+TEST(an_update_waits_for_a_rise_that_a_save_let_in)
+{
+    run_threads(PLAN(.ranks = 2, .settled = 7, .full = 1), rise_late);
+}
+
+/* A reader on another thread; a step is announced when it is on its way. */
+static void *read_hi(void *arg)
+{
+    runner *r = arg;
+
+    CHECK_OK(mt_mirror_read(r->cx.store, 0, 0));
+    return NULL;
+}
+
+static void *read_and_step(void *arg)
+{
+    runner   *r = arg;
+    unit_job  next[UNITS];
+    uint64_t  ticket;
+    pthread_t thread = 0;
+
+    take_all(r);
+    one_step(r);
+    mt_ledger_watchdog(r->cx.store, 5);
+    r->step = 1;
+    for (int u = 0; u < UNITS; u++)
+        hand_over(r, u, 0);
+    meet(r);
+    if (r->rank == 0) {
+        CHECK_OK(mt_mirror_enter(r->cx.store, 0));
+        thread = thread_start(read_hi, r);
+        sleep_ms(50);
+        submit(r, next, &ticket);
+        mt_mirror_leave(r->cx.store, 0);
+        thread_join(thread);
+    } else {
+        sleep_ms(150);
+        CHECK_OK(mt_mirror_read(r->cx.store, 0, 0));     /* before it makes that step */
+        check_weights(r, 0, 1);
+        submit(r, next, &ticket);
+    }
+    CHECK_OK(mt_update_drain(r->u));
+    for (int u = 0; u < UNITS; u++)
+        check_read(r, u, 2);
+    meet(r);
+    return NULL;
+}
+
+TEST(who_reads_on_a_thread_holds_up_nobody_who_has_not_stepped)
+{
+    run_threads(PLAN(.ranks = 2, .settled = 7, .full = 1), read_and_step);
+}
+
 /* The others' weights are on their way up when it is brought. */
 static void *read_behind_steps(void *arg)
 {
