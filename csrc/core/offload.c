@@ -395,8 +395,9 @@ static mt_status put_all(mt_offload *o, ticket *t, mt_queue *run)
 
     /* GRAD: the sources are written by what run was given up to now. */
     MT_DO(v->record(run, t->handed));
-    mt_watch_compute(mt_store_watch(o->store), &t->making, mt_store_name(o->store, t->unit),
-                     "its gradients' kernels (the event GRAD)", t->handed);
+    mt_watch_put(mt_store_watch(o->store), &t->making, mt_compute,
+                 mt_store_name(o->store, t->unit), "its gradients' kernels (the event GRAD)",
+                 t->handed);
     MT_DO(mt_edge(o->cx, MT_EDGE_GRAD, o->d2h, t->handed));
     if (home->come != NULL)
         MT_DO(home->come(of, t->unit, t->params, t->n, o->d2h));

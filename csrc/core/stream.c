@@ -506,17 +506,17 @@ static mt_status fetch(mt_stream *s, int k, int unit, int part, mt_queue *run)
             return MT_FAIL(MT_ESTATE, "stream: slot %d is held and there is no hook to renew it",
                            k);
         MT_DO(s->hooks.renew(s->hooks.ctx, k, &mem));
-        mt_lock(&s->mu);
+        MT_HOLD(&s->mu);
         withdraw(s, sl);
         sl->mem = mem;
         sl->unit = -1;
         assert_state(s);
-        mt_unlock(&s->mu);
     }
     MT_DO(s->dev->ops->record(run, sl->freed));
-    mt_watch_compute(mt_store_watch(s->store), &sl->using, name_of(s, s->computing),
-                     "its kernels (the event FREED)", sl->freed);
-    mt_lock(&s->mu);
+    mt_watch_put(mt_store_watch(s->store), &sl->using, mt_compute, name_of(s, s->computing),
+                 "its kernels (the event FREED)", sl->freed);
+    sl->last_use = ++s->tick;
+    MT_HOLD(&s->mu);
     withdraw(s, sl);
     sl->unit = unit;
     sl->part = sl->lacks = part;
@@ -527,8 +527,6 @@ static mt_status fetch(mt_stream *s, int k, int unit, int part, mt_queue *run)
     s->stats.h2d_bytes += bytes;
     tell_feed(s);
     assert_state(s);
-    mt_unlock(&s->mu);
-    sl->last_use = ++s->tick;
     return MT_OK;
 }
 

@@ -687,8 +687,8 @@ mt_status mt_swap_out(mt_swap *w, int unit, const mt_swap_part *parts, int n, mt
     MT_TRY(bundle_new(w, unit, parts, n, tier, &k));
     MT_TRY(k->tier == MT_SWAP_FILE ? prepare_file(w, k) : MT_LOCKED(&w->mu, host_bay(w, k)));
     MT_TRY(behind(w, w->out, w->made, run, MT_EDGE_COMPUTED));
-    mt_watch_compute(watch_of(w), &w->making, mt_store_name(w->store, unit),
-                     "its kernels (the event COMPUTED)", w->made);
+    mt_watch_put(watch_of(w), &w->making, mt_compute, mt_store_name(w->store, unit),
+                 "its kernels (the event COMPUTED)", w->made);
     if (k->tier == MT_SWAP_HOST)         /* for another's copies our thread has waited: DRAINED */
         MT_TRY(mt_edge(w->cx, MT_EDGE_EMPTIED, w->out, k->bay->landed));
     MT_TRY(copy_all(w, k, parts, 1));
