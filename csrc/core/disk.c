@@ -234,8 +234,7 @@ struct mt_disk {
     mt_blocks     *file;
     mt_pool       *pool;
     size_t         bytes;                /* of a buffer */
-    uint64_t       need;                 /* written by add, as the next */
-    disk_unit     *units;                /* [n_units] of the store's, as far as added */
+    disk_unit     *units;                /* [n_units] of the store's, as far as add came */
     int64_t        n_units;
     int            last_added, first_added;      /* -1: none */
 
@@ -1132,7 +1131,7 @@ void mt_disk_close(mt_disk *d)
 
 mt_status mt_disk_add(mt_disk *d, int u, int weights)
 {
-    layout   *l = NULL;
+    layout   *l MT_CLOSED(layout_free) = NULL;
     mt_status st;
 
     if (u < 0 || u >= mt_store_units(d->store))
@@ -1148,8 +1147,7 @@ mt_status mt_disk_add(mt_disk *d, int u, int weights)
     /* What its planes would take, as they would be now. */
     if ((st = layout_make(d->store, u, d->bytes, 0, &l)) == MT_OK &&
         (st = MT_LOCKED(&d->mu, note_weights(d, l))) == MT_OK)
-        d->need += l->bytes;
-    layout_free(l);
+        MT_WITH(&d->mu) d->stats.need_bytes += l->bytes;
     if (st != MT_OK) {
         (void)mt_store_move(d->store, u, &mt_home_ram, NULL);
         return st;
@@ -1161,11 +1159,6 @@ mt_status mt_disk_add(mt_disk *d, int u, int weights)
     d->units[u].next = d->first_added;
     d->last_added = u;
     return st;
-}
-
-uint64_t mt_disk_need(mt_disk *d)
-{
-    return d->need;
 }
 
 mt_disk_stats mt_disk_stats_get(mt_disk *d)
