@@ -170,15 +170,12 @@ static mt_status unit_open(mt_store *s, const char *name, const mt_param_desc *d
         return MT_FAIL(MT_EINVAL, "unit %s: %d parameters at %p", name ? name : "without a name",
                        n, (const void *)d);
     MT_DO(MT_MAKE(u, 1, name));
+    *u = (mt__unit){ .shape.n = n, .own.end.param = n, .shared = s->share != NULL,
+                     .align = s->share != NULL ? (size_t)sysconf(_SC_PAGESIZE) : MT_PART_ALIGN,
+                     .account.version = 1, .home = &mt_home_ram };
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         for (int side = 0; side < MT__SIDES; side++)
             mt_mutex_open(&u->plane[side][p].making, MT_RANK_MAKING);
-    u->shape.n = n;
-    u->own.end.param = n;
-    u->shared = s->share != NULL;
-    u->align = u->shared ? (size_t)sysconf(_SC_PAGESIZE) : MT_PART_ALIGN;
-    u->account.version = 1;
-    atomic_store(&u->home, &mt_home_ram);
     MT_TRY(MT_MAKE(u->name, (int64_t)strlen(name) + 1, name));
     strcpy(u->name, name);
     MT_TRY(MT_MAKE(u->shape.desc, n, name));

@@ -657,10 +657,7 @@ static mt_status bundle_new(mt_swap *w, int unit, const mt_swap_part *parts, int
 
     if (k == NULL)
         return MT_FAIL(MT_ENOMEM, "swap: no memory to note %d tensors", n);
-    k->w = w;
-    k->unit = unit;
-    k->n = n;
-    k->users = 1;
+    *k = (bundle){ .w = w, .unit = unit, .n = n, .users = 1 };
     for (int i = 0; i < n; i++) {
         k->bytes[i] = parts[i].bytes;
         k->whole += mt_round_up(parts[i].bytes, ALIGN);
@@ -812,7 +809,6 @@ mt_status mt_swap_disk(mt_swap *w, mt_blocks *file, int n_bays)
     if (n_bays < 2)
         return MT_FAIL(MT_EINVAL, "spill: %d bays; 2 are the least: one moves to the device, one "
                        "to the file", n_bays);
-    w->worker = (mt_worker){ 0 };        /* one that got no thread was closed, and stays stopped */
     MT_DO(mt_worker_open(&w->worker, &w->mu, 1, "mt-spill", "swap disk", wait_for_device, w));
     w->n_bays = n_bays;
     w->file = file;
