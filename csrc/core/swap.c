@@ -26,8 +26,10 @@
 #define ALIGN       ((size_t)512)        /* of a part in its bay */
 #define SLICE_BYTES ((size_t)32 << 20)   /* of a copy: under a millisecond of the bus */
 
-#define LEFT "copies of what it keeps (the event LEFT)"
-#define BACK "copies of what it keeps (the event BACK)"
+#define LEFT    "copies of what it keeps (the event LEFT)"
+#define BACK    "copies of what it keeps (the event BACK)"
+#define WRITTEN "what it keeps to be written (WRITTEN)"
+#define READ    "what it keeps to be read (READ)"
 
 /* Who still needs a bundle: mt_swap_left, and mt_swap_drop. */
 enum { SOURCES = 1, TENSORS = 2 };
@@ -356,8 +358,7 @@ static void put(mt_swap *w, bundle *k, int write)
     k->begun_ns = mt_now_ns();
     w->requests++;
     mt_watch_begin(watch_of(w), &k->post, "swap disk", mt_store_name(w->store, k->unit),
-                   write ? "what it keeps to be written (WRITTEN)"
-                         : "what it keeps to be read (READ)");
+                   write ? WRITTEN : READ);
     w->file->ops->put(w->file, &k->r);
 }
 
@@ -480,7 +481,6 @@ static bay *choose(const mt_swap *w, size_t bytes)
         waited_;                                                                                   \
     })
 #define IS_WRITTEN(k) ((k)->at != FILLING && (k)->at != WRITING)
-#define WRITTEN       "what it keeps to be written (WRITTEN)"
 
 /* One that may go and is large enough; or one more; or one that is enlarged. It waits for one. */
 static mt_status file_bay(mt_swap *w, bundle *k, bay **out)
@@ -556,7 +556,7 @@ static mt_status bring(mt_swap *w, bundle *k)
         read_into(w, k, b);
     }
     if (!mt_skips(w->cx, MT_EDGE_READ))
-        MT_TRY(WAIT_UNTIL(w, k, k->at != READING, "what it keeps to be read (READ)"));
+        MT_TRY(WAIT_UNTIL(w, k, k->at != READING, READ));
     /* A bay whose read failed has nothing; a place that was written may be read again. */
     st = k->st != MT_OK ? mt_fail_again(k->st, k->text) : MT_OK;
     if (st != MT_OK && k->bay != NULL)
@@ -760,12 +760,11 @@ mt_status mt_swap_back(mt_swap *w, uint64_t number, const mt_swap_part *landing,
         MT_TRY(MT_LOCKED(&w->mu, bring(w, k)));
     if ((st = mt_edge(w->cx, MT_EDGE_KEPT, w->back, k->bay->filled)) == MT_OK)
         st = copy_all(w, k, landing, 0);
-    mt_lock(&w->mu);
-    if (k->tier == MT_SWAP_FILE) {       /* the bay is another's when the copies are over */
-        k->wanted = 0;
-        owe(w, &k->bay->lands);
-    }
-    mt_unlock(&w->mu);
+    MT_WITH(&w->mu)
+        if (k->tier == MT_SWAP_FILE) {   /* the bay is another's when the copies are over */
+            k->wanted = 0;
+            owe(w, &k->bay->lands);
+        }
 fail:
     give_turn(w, k);
     return st;
