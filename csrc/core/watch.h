@@ -22,7 +22,7 @@
  *     st = dev->ops->sync_event(e);
  *     mt_watch_end(w, &post, st);
  *
- *     st = MT_UNTIL(w, &changed, &mu, slot->issued >= n, "layers.0", "...");    // the watchdog can
+ *     st = MT_UNTIL(w, &changed, &mu, issued >= n, "layers.0", "...");  // the watchdog can end it
  *
  *     mt_watch_put(w, &post, "h2d", "layers.0", "...", e);         // a queue has work, e behind it
  *     mt_watch_put(w, &post, mt_compute, "layers.0", "...", e);    // and the one that computes
