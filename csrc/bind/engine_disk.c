@@ -37,7 +37,7 @@ static mt_status disk_open(mt_engine *e, const disk_wish *w)
     MT_TRY(mt_disk_open(&e->cx, mt_file_blocks(file), pool, w->n_buffers, (size_t)w->bytes, &disk));
     for (; added < w->n; added++)
         MT_TRY(mt_disk_add(disk, w->units[added], added < w->n_weights));
-    MT_TRY(mt_file_reserve(file, mt_disk_need(disk)));
+    MT_TRY(mt_file_reserve(file, mt_disk_stats_get(disk).need_bytes));
     if (w->n_weights > 0)
         MT_TRY(mt_feed_open(disk, (size_t)w->n_buffers * (size_t)w->bytes));
     e->file = file;

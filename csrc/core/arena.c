@@ -152,11 +152,11 @@ static void *map_aligned(size_t bytes, size_t align, int flags)
     return base;
 }
 
-typedef struct touch_job {
-    char  *base;
-    size_t bytes, page;
-    int    shared;
-} touch_job;
+/* The first byte that is, or would be, committed. */
+static char *first_of(const mt_arena *a)
+{
+    return (char *)a->base + a->from;
+}
 
 /* It keeps what it holds. */
 static void touch_page(char *at)
@@ -167,24 +167,24 @@ static void touch_page(char *at)
 /* Pool threads; each page is written by one of them. */
 static void touch_chunk(void *arg, int64_t chunk)
 {
-    const touch_job *job = arg;
-    size_t           at = (size_t)chunk * CHUNK_BYTES;
-    size_t           end = job->bytes - at < CHUNK_BYTES ? job->bytes : at + CHUNK_BYTES;
-    char            *first = job->base + at + (-(uintptr_t)(job->base + at) & (HUGE_BYTES - 1));
-    char            *huge = first;
+    const mt_arena *a = arg;
+    size_t          page = page_bytes(), at = (size_t)chunk * CHUNK_BYTES;
+    size_t          end = a->kept - at < CHUNK_BYTES ? a->kept : at + CHUNK_BYTES;
+    char           *base = first_of(a), *huge, *first;
 
+    huge = first = base + at + (-(uintptr_t)(base + at) & (HUGE_BYTES - 1));
     /* The kernel makes huge pages of what may be one, whatever it does by itself with shared
      * memory: of blocks that begin in this chunk and end in the arena, once a page of each is
      * there. That page says on which node of memory. Pages take turns among nodes (arena.h), and so
      * do blocks where the page is five further in each: 512 + 5 has no factor in common with
      * numbers of nodes. */
-    for (; job->shared && HUGE_BYTES % job->page == 0 && huge < job->base + end &&
-           huge + HUGE_BYTES <= job->base + job->bytes; huge += HUGE_BYTES)
-        touch_page(huge + (uintptr_t)huge / HUGE_BYTES * 5 % (HUGE_BYTES / job->page) * job->page);
+    for (; a->shared && HUGE_BYTES % page == 0 && huge < base + end &&
+           huge + HUGE_BYTES <= base + a->kept; huge += HUGE_BYTES)
+        touch_page(huge + (uintptr_t)huge / HUGE_BYTES * 5 % (HUGE_BYTES / page) * page);
     if (huge > first)
         (void)madvise(first, (size_t)(huge - first), MADV_COLLAPSE);
-    for (; at < end; at += job->page)
-        touch_page(job->base + at);
+    for (; at < end; at += page)
+        touch_page(base + at);
 }
 
 static size_t in_pages(size_t bytes)
@@ -259,12 +259,6 @@ void mt_arena_keep(mt_arena *a, size_t from, size_t bytes)
         place((char *)a->base + a->alone, a->n_alone, 1);
 }
 
-/* The first byte that is, or would be, committed. */
-static char *first_of(const mt_arena *a)
-{
-    return (char *)a->base + a->from;
-}
-
 mt_status mt_arena_register(mt_arena *a, mt_dev *dev)
 {
     mt_status st;
@@ -278,12 +272,11 @@ mt_status mt_arena_register(mt_arena *a, mt_dev *dev)
 
 mt_status mt_arena_commit(mt_arena *a, mt_pool *pool, mt_dev *dev)
 {
-    touch_job job = { first_of(a), a->kept, page_bytes(), a->shared };
-    int64_t   n = (int64_t)((a->kept + CHUNK_BYTES - 1) / CHUNK_BYTES);
+    int64_t n = (int64_t)((a->kept + CHUNK_BYTES - 1) / CHUNK_BYTES);
 
     if (!a->reserved)
         return MT_OK;
-    mt_pool_run(n > 1 ? pool : NULL, touch_chunk, &job, n);     /* one chunk need not take turns */
+    mt_pool_run(n > 1 ? pool : NULL, touch_chunk, a, n);     /* one chunk need not take turns */
     if (dev != NULL)
         MT_DO(mt_arena_register(a, dev));
     a->reserved = 0;
@@ -332,8 +325,7 @@ mt_status mt_arena_device(mt_arena *a, size_t from, size_t bytes, mt_dev *dev, c
         if (st == MT_EDEVMEM)
             return MT_FAIL(st, "%s: no %zu bytes (%.1f MiB) of device memory; let fewer units live "
                            "there", what, bytes, mib(bytes));
-        if (st != MT_OK)
-            return st;
+        MT_DO(st);
         made.base = (void *)((uintptr_t)mem - from);
         made.from = from;
         made.bytes = made.kept = bytes;
@@ -345,14 +337,11 @@ mt_status mt_arena_device(mt_arena *a, size_t from, size_t bytes, mt_dev *dev, c
 
 void mt_arena_close(mt_arena *a)
 {
-    if (a->on_device) {
-        if (a->dev != NULL)
-            a->dev->ops->mem_free(a->dev, (void *)((uintptr_t)a->base + a->from));
-        memset(a, 0, sizeof *a);
-        return;
-    }
-    mt_arena_unregister(a);
-    if (a->bytes > 0 && !a->part) {
+    if (a->on_device && a->dev != NULL)
+        a->dev->ops->mem_free(a->dev, (void *)((uintptr_t)a->base + a->from));
+    if (!a->on_device)
+        mt_arena_unregister(a);
+    if (!a->on_device && a->bytes > 0 && !a->part) {
         mt_forks_shared(a->base);
         munmap(a->base, a->bytes);
     }

@@ -88,10 +88,9 @@ static mt_status cut(const mt_resident *r, int unit, size_t most, mt_pieces **ou
     MT_DO(MT_MAKE(planes, n, mt_store_name(r->store, unit)));
     for (int i = 0; i < n; i++)
         planes[i] = mt_store_trainable(r->store, unit, i) ? MT_STATE_PLANES : 0;
-    return mt_pieces_cut(r->store, unit, &(mt_cut){
-        planes, most < MT_ARRIVE_LEAST ? MT_ARRIVE_LEAST : most, MT_PART_ALIGN, MT_STATES_GROUP, 1,
-        MT_PART_ALIGN,
-    }, out);
+    most = most < MT_ARRIVE_LEAST ? MT_ARRIVE_LEAST : most;
+    return mt_pieces_cut(r->store, unit, &(mt_cut){ planes, most, MT_PART_ALIGN, MT_STATES_GROUP, 1,
+                                                    MT_PART_ALIGN }, out);
 }
 
 mt_status mt_arrive_sizes(mt_resident *r, int unit, size_t most, size_t **bytes, int *n)

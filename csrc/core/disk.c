@@ -234,8 +234,7 @@ struct mt_disk {
     mt_blocks     *file;
     mt_pool       *pool;
     size_t         bytes;                /* of a buffer */
-    uint64_t       need;                 /* written by add, as the next */
-    disk_unit     *units;                /* [n_units] of the store's, as far as added */
+    disk_unit     *units;                /* [n_units] of the store's, as far as add came */
     int64_t        n_units;
     int            last_added, first_added;      /* -1: none */
 
@@ -411,8 +410,7 @@ static mt_status ring_add(mt_disk *d, int in, size_t bytes)
     mt_status st;
 
     MT_DO(MT_MAKE(b, 1, words[in].name));
-    b->d = d;
-    b->ring = in;
+    *b = (buffer){ .d = d, .ring = in };
     if (dev != NULL)
         MT_TRY(dev->ops->event_open(dev, &b->copied));
     MT_TRY(mt_arena_open(&b->memory, bytes, NULL, dev, words[in].name,
@@ -447,8 +445,7 @@ static void ring_close(mt_disk *d, int in)
     free(r.buffers);
 }
 
-/* Under the lock. Buffers of fetches were made for the largest weights of a piece that there were.
- */
+/* Under the lock. Buffers of fetches have room for the largest weights of a piece so far. */
 static mt_status note_weights(mt_disk *d, const layout *l)
 {
     if (l->most_weights > d->most_weights && d->fed)
@@ -599,22 +596,18 @@ static int is_taken(mt_disk *d, int unit, int piece, buffer **out)
     return 0;
 }
 
-/* Waits until the piece is in a buffer, which is then ours. */
+/* Waits until the piece is in a buffer, *out, which is then ours; NULL before. */
 static mt_status take_piece(mt_disk *d, int u, int number, buffer **out)
 {
     uint64_t   begun = mt_now_ns();
-    buffer *b = NULL;
     mt_span    span;
     mt_status  st;
 
     mt_timeline_begin(d->cx->timeline, &span, MT_LANE_DISK_UPDATE, MT_WORK_WAIT, u, NULL);
-    st = UNTIL(d, is_taken(d, u, number, &b), u, "a piece to update (READ)");
+    st = UNTIL(d, is_taken(d, u, number, out), u, "a piece to update (READ)");
     mt_timeline_end(d->cx->timeline, &span, 0, NULL);
     MT_WITH(&d->mu) d->stats.wait_ns += mt_now_ns() - begun;
-    if (b == NULL)
-        return st != MT_OK ? st : mt_ledger_check(d->store);
-    *out = b;
-    return MT_OK;
+    return *out != NULL ? MT_OK : st != MT_OK ? st : mt_ledger_check(d->store);
 }
 
 static mt_status compute(mt_disk *d, const mt_update *b, const mt_part *parts, int n,
@@ -660,13 +653,12 @@ static mt_status update_pieces(mt_disk *d, const layout *l, const mt_update *b, 
         mt_pieces_at(l->cut, i, f->memory.base, parts);
         /* The record of the last piece has the unit's bytes. */
         st = compute(d, b, parts, l->cut->piece[i].n, i == last ? b->j.bytes : 0);
-        mt_lock(&d->mu);                  /* the buffer goes to the disk; or nowhere, and is free */
+        MT_HOLD(&d->mu);                  /* the buffer goes to the disk; or nowhere, and is free */
         if (st == MT_OK)
             put(f, l, i, ALL_SECTIONS, 1, FREE);
         else
             become(f, FREE);
         read_ahead(d);
-        mt_unlock(&d->mu);
     }
     return st;
 }
@@ -875,12 +867,11 @@ static mt_status visit_all(mt_disk *d, const layout *l, int param, unsigned plan
         }
 fail:
     if (v.k != NULL) {
-        mt_lock(&d->mu);
+        MT_HOLD(&d->mu);
         if (st == MT_OK)
             become(v.k, READY);
         else                             /* it has what the file has not, or is still under way */
             leave(v.k);
-        mt_unlock(&d->mu);
     }
     free(v.parts);
     return st;
@@ -980,12 +971,12 @@ static int is_loaded(mt_disk *d, buffer **out, buffer **copying, mt_status *st)
 /* Until the next piece is in a buffer, which is then the mover's. */
 static mt_status take_load(mt_disk *d, buffer **out)
 {
-    buffer   *found = NULL, *copying;
+    buffer   *copying;
     mt_status looked = MT_OK;
 
-    while (found == NULL) {
+    for (*out = NULL; *out == NULL;) {
         copying = NULL;
-        MT_DO(UNTIL(d, is_loaded(d, &found, &copying, &looked), d->feed.unit,
+        MT_DO(UNTIL(d, is_loaded(d, out, &copying, &looked), d->feed.unit,
                     "its weights from disk (READ)"));
         MT_DO(looked);
         if (copying != NULL) {
@@ -995,10 +986,9 @@ static mt_status take_load(mt_disk *d, buffer **out)
             MT_HOLD(&d->mu);             /* somebody may have seen the same, and read into it */
             if (copying->at == COPYING)
                 become(copying, FREE);
-        } else if (found == NULL)
+        } else if (*out == NULL)
             MT_DO(mt_ledger_check(d->store));    /* the disk failed */
     }
-    *out = found;
     return MT_OK;
 }
 
@@ -1029,9 +1019,8 @@ mt_status mt_feed_copy(mt_disk *d, int unit, void *mem, mt_queue *h2d)
     mt_status     st = MT_OK;
 
     if (l == NULL)
-        return MT_FAIL(MT_ESTATE,
-                       "unit %s: its weights were never written to disk; push them first",
-                       mt_store_name(d->store, unit));
+        return MT_FAIL(MT_ESTATE, "unit %s: its weights were never written to disk; push them "
+                       "first", mt_store_name(d->store, unit));
     for (int i = 0; i < l->n && (st = take_load(d, &k)) == MT_OK; i++) {
         size_t bytes = l->cut->piece[i].hi_bytes;
 
@@ -1092,9 +1081,8 @@ mt_status mt_disk_open(mt_context *cx, mt_blocks *file, mt_pool *pool, int n_buf
     mt_disk  *d MT_CLOSED(mt_disk_close) = NULL;
 
     if (n_buffers < 1 || bytes < MT_DISK_LEAST || bytes % MT_BLOCK_ALIGN != 0)
-        return MT_FAIL(MT_EINVAL,
-                       "disk: %d buffers of %zu bytes; one of %zu is the least, in steps of %zu",
-                       n_buffers, bytes, MT_DISK_LEAST, MT_BLOCK_ALIGN);
+        return MT_FAIL(MT_EINVAL, "disk: %d buffers of %zu bytes; one of %zu is the least, in "
+                       "steps of %zu", n_buffers, bytes, MT_DISK_LEAST, MT_BLOCK_ALIGN);
     MT_DO(MT_MAKE(d, 1, "disk"));
     *d = (mt_disk){ .cx = cx, .store = cx->store, .file = file, .pool = pool, .bytes = bytes,
                     .next_unit = -1, .before = -1, .first_added = -1, .last_added = -1,
@@ -1132,7 +1120,7 @@ void mt_disk_close(mt_disk *d)
 
 mt_status mt_disk_add(mt_disk *d, int u, int weights)
 {
-    layout   *l = NULL;
+    layout   *l MT_CLOSED(layout_free) = NULL;
     mt_status st;
 
     if (u < 0 || u >= mt_store_units(d->store))
@@ -1148,8 +1136,7 @@ mt_status mt_disk_add(mt_disk *d, int u, int weights)
     /* What its planes would take, as they would be now. */
     if ((st = layout_make(d->store, u, d->bytes, 0, &l)) == MT_OK &&
         (st = MT_LOCKED(&d->mu, note_weights(d, l))) == MT_OK)
-        d->need += l->bytes;
-    layout_free(l);
+        MT_WITH(&d->mu) d->stats.need_bytes += l->bytes;
     if (st != MT_OK) {
         (void)mt_store_move(d->store, u, &mt_home_ram, NULL);
         return st;
@@ -1161,11 +1148,6 @@ mt_status mt_disk_add(mt_disk *d, int u, int weights)
     d->units[u].next = d->first_added;
     d->last_added = u;
     return st;
-}
-
-uint64_t mt_disk_need(mt_disk *d)
-{
-    return d->need;
 }
 
 mt_disk_stats mt_disk_stats_get(mt_disk *d)

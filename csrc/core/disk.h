@@ -88,9 +88,9 @@ void      mt_disk_close(mt_disk *d);
  * memory. In a share each rank's file has its own portion: a fetch brings that into the slot,
  * and the others' are gathered there (stream.h); of several machines weights are not there. */
 mt_status mt_disk_add (mt_disk *d, int unit, int weights);
-uint64_t  mt_disk_need(mt_disk *d);         /* bytes of the file that the units added will take */
 
 typedef struct mt_disk_stats {
+    uint64_t need_bytes;                 /* of the file that the units added will take */
     uint64_t read_bytes, written_bytes;  /* since open, as requests ended */
     uint64_t wait_ns, busy_ns;           /* updates waited for reads; were computed */
     size_t   buffer_bytes;               /* host memory of the buffers, the feed's too */

@@ -68,7 +68,6 @@ unsigned mt_forks(void)
 
 void mt_forks_private(void *base, size_t bytes)
 {
-    (void)mt_forks();
     if (madvise(base, bytes, MADV_DONTFORK) != 0)
         return;
     MT_HOLD(&memory_mu);
@@ -93,14 +92,12 @@ int mt_forks_open(const char *path, int flags, mode_t mode)
 {
     int fd = -1, error = ENOMEM;
 
-    (void)mt_forks();
-    mt_lock(&files_mu);
-    if (MT_GROW(files, room_files, n_files + 1, "forks") == MT_OK) {
-        if ((fd = open(path, flags, mode)) >= 0)
-            files[n_files++] = fd;
-        error = errno;
-    }
-    mt_unlock(&files_mu);
+    MT_WITH(&files_mu)
+        if (MT_GROW(files, room_files, n_files + 1, "forks") == MT_OK) {
+            if ((fd = open(path, flags, mode)) >= 0)
+                files[n_files++] = fd;
+            error = errno;
+        }
     errno = error;
     return fd;
 }

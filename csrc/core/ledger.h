@@ -18,12 +18,11 @@
  *
  * In a share an update is over when it is on every rank, and so are gradients: each writes its own
  * portion. So ranks announce the same updates, and hand-overs, in the same order; what one may do
- * alone is to read, and to fetch. A write from outside is told to every rank's ledger, whoever
- * made it. Who begins an update waits besides until no rank reads the weights as they are
- * (update.h). A save is over when it is on every rank that has begun it, since
- * each copies what others own too: so all begin before one announces an update again. A fault of
- * one rank is every rank's, with its name; so is the end of a process of which something is
- * awaited.
+ * alone is to read, and to fetch. A write from outside is told to every rank's ledger, whoever made
+ * it. Who begins an update waits besides until no rank reads the weights as they are (update.h). A
+ * save is over when it is on every rank that has begun it, since each copies what others own too:
+ * so all begin before one announces an update again. A fault of one rank is every rank's, with its
+ * name; so is the end of a process of which something is awaited.
  *
  * A fault (sticky) set by any worker ends every wait with that worker's message; finishing what
  * was not announced, or naming a unit that is not there, is such a fault. The wait for `fetched`

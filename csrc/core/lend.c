@@ -198,9 +198,8 @@ void mt__lent_close(mt_store *s)
 mt_status mt_store_lend_most(mt_store *s, int n)
 {
     if (n < 1 || n > MT_STORE_LENT || s->n_lent > 0)
-        return MT_FAIL(MT_EINVAL,
-                       "store: %d buffers of a size for gradients; 1 to %d, before any is lent", n,
-                       MT_STORE_LENT);
+        return MT_FAIL(MT_EINVAL, "store: %d buffers of a size for gradients; 1 to %d, before any "
+                       "is lent", n, MT_STORE_LENT);
     s->most_lent = n;
     return MT_OK;
 }

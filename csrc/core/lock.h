@@ -5,11 +5,9 @@
  *            that take none inside share the last rank, LEAF: nobody holds two of them
  *
  *     mt_mutex_open(&s->mu, MT_RANK_STREAM);
- *     mt_lock(&s->mu);
+ *     MT_HOLD(&s->mu);                            // to the end of the block
  *     while (!over)
  *         mt_cond_wait(&s->changed, &s->mu);      // holds what it held, less s->mu while it waits
- *     mt_unlock(&s->mu);
- *     MT_HOLD(&s->mu);                            // to the end of the block
  *
  * Builds that check themselves (MT_CHECKED: those of tests/c; for the
  * extension CFLAGS=-DMT_CHECKED) know what each thread holds, and abort, with both names,

@@ -32,7 +32,7 @@ typedef struct parcel {
                               * staged */
     void        *grad;       /* GRAD plane */
     float       *acc;        /* ADD: ACC plane; NULL: the sum lives in grad */
-    char        *staged;     /* ADD: host, where the copy lands */
+    size_t       staged_at;  /* ADD: where in the ticket's staging buffer the copy lands */
     const void  *changed;    /* ADD: what the user made of the gradient, where that is not in the
                               * plane: of a settled unit, in a share; NULL: nobody did */
     double      *sum;        /* where the gradient's sum of squares goes */
@@ -53,6 +53,7 @@ typedef struct ticket {
     int64_t   parcels_room, params_room;
     uint64_t  passes;        /* run waits for copies of this ticket, `depth` before; 0: of none */
     int       adds;          /* parcels for the collector */
+    char     *staged;        /* host: the staging buffer, where there are some */
 } ticket;
 
 typedef struct staging {     /* putting thread only, but for the bytes in it */
@@ -74,11 +75,9 @@ struct mt_offload {
     const mt_context  *cx;
     mt_dev            *dev;
     mt_store          *store;
-    mt_pool           *pool;
     mt_offload_kernels kernels;
     uint64_t           depth;
     mt_queue          *d2h;          /* putting thread */
-    mt_timeline       *timeline;
     ticket            *ring;         /* [n_ring]; ticket t is at t % n_ring */
     uint64_t           n_ring;
     staging            staging[STAGINGS];
@@ -141,7 +140,7 @@ static mt_status collect(void *arg, mt_job *node)
     if (st != MT_OK)
         mt_ledger_fault(o->store, st, mt_last_error());
     if (st == MT_OK && t->adds > 0)
-        mt_timeline_begin(o->timeline, &span, MT_LANE_SUM, MT_WORK_ADD, t->unit, NULL);
+        mt_timeline_begin(o->cx->timeline, &span, MT_LANE_SUM, MT_WORK_ADD, t->unit, NULL);
     for (int i = 0; i < t->n && st == MT_OK; i++) {
         const parcel *p = &t->parcels[i];
 
@@ -149,11 +148,11 @@ static mt_status collect(void *arg, mt_job *node)
             continue;
         if (p->changed != NULL)
             memcpy(p->grad, p->changed, p->bytes);
-        o->kernels.accumulate(o->pool, p->dt, p->acc, p->grad, p->staged, p->n, p->from_grad,
-                              p->sum, p->chunks);
+        o->kernels.accumulate(o->cx->pool, p->dt, p->acc, p->grad, t->staged + p->staged_at,
+                              p->n, p->from_grad, p->sum, p->chunks);
         added += p->bytes;
     }
-    mt_timeline_end(o->timeline, &span, added, NULL);
+    mt_timeline_end(o->cx->timeline, &span, added, NULL);
     for (int i = 0; i < t->n; i++)       /* users see what has come, not what they made of others */
         mt_store_view_drop(o->store, t->unit, t->params[i], MT_PLANE_GRAD);
     mt_ledger_grads_end(o->store, t->unit);
@@ -176,9 +175,9 @@ static mt_status wait_room(mt_offload *o, uint64_t t)
 
     if (MT_LOCKED(&o->mu, o->collector.ended) >= t)
         return MT_OK;
-    mt_timeline_begin(o->timeline, &span, MT_LANE_HAND, MT_WORK_WAIT, -1, NULL);
+    mt_timeline_begin(o->cx->timeline, &span, MT_LANE_HAND, MT_WORK_WAIT, -1, NULL);
     st = mt_worker_wait(&o->collector, mt_store_watch(o->store), t, NULL, HOME);
-    mt_timeline_end(o->timeline, &span, 0, NULL);
+    mt_timeline_end(o->cx->timeline, &span, 0, NULL);
     return st;
 }
 
@@ -199,30 +198,30 @@ static void tally_close(tally *y)
     free(y);
 }
 
+MT_CLOSER(tally_close, tally)
+
 /* Putting thread, which alone changes the table; others read it under mu. Chunks are noted of what
  * is ours of a unit whose norm is made with other ranks; they lie behind the sums. */
 static mt_status tally_of(mt_offload *o, int unit, tally **out)
 {
     int         n = mt_store_params(o->store, unit);
-    int         asked = o->cx->share != NULL;
     const char *name = mt_store_name(o->store, unit);
     size_t      chunks = 0;
     int64_t     from;
     double     *at;
-    tally      *y = NULL;
-    mt_status   st;
+    tally      *y MT_CLOSED(tally_close) = NULL;
 
     if (unit >= o->n_tally)
         MT_DO(MT_LOCKED(&o->mu, MT_GROW(o->tally, o->n_tally, mt_store_units(o->store),
                                         "offload")));
     if ((*out = o->tally[unit]) != NULL)
         return MT_OK;
-    for (int i = 0; i < n && asked; i++)
+    for (int i = 0; i < n && o->cx->share != NULL; i++)
         chunks += (size_t)mt_grains(mt_store_owned(o->store, unit, i, &from));
-    MT_TRY(MT_MAKE(y, 1, name));
-    MT_TRY(MT_MAKE(y->flags, n, name));
-    MT_TRY(MT_MAKE(y->chunks, n, name));
-    MT_TRY(pages_open(o, ((size_t)n + 1 + chunks) * sizeof *y->sum, "sums of squares", &y->mem));
+    MT_DO(MT_MAKE(y, 1, name));
+    MT_DO(MT_MAKE(y->flags, n, name));
+    MT_DO(MT_MAKE(y->chunks, n, name));
+    MT_DO(pages_open(o, ((size_t)n + 1 + chunks) * sizeof *y->sum, "sums of squares", &y->mem));
     y->sum = y->mem.base;
     at = y->sum + n + 1;
     for (int i = 0; i < n && chunks > 0; i++) {
@@ -231,12 +230,8 @@ static mt_status tally_of(mt_offload *o, int unit, tally **out)
         y->chunks[i] = own > 0 ? at : NULL;
         at += own;
     }
-    *out = MT_LOCKED(&o->mu, o->tally[unit] = y);
+    *out = MT_LOCKED(&o->mu, o->tally[unit] = MT_KEEP(y));
     return MT_OK;
-
-fail:
-    tally_close(y);
-    return st;
 }
 
 /* ---- open and close --------------------------------------------------------------------- */
@@ -254,9 +249,8 @@ mt_status mt_offload_open(const mt_context *cx, int depth, mt_offload_kernels k,
         return MT_FAIL(MT_EINVAL, "offload: where processes share units, mt_offload_open() is to "
                        "be given a fold");
     MT_DO(MT_MAKE(o, 1, "offload"));
-    *o = (mt_offload){ .cx = cx, .dev = cx->dev, .store = cx->store, .pool = cx->pool,
-                       .timeline = cx->timeline, .kernels = k, .depth = (uint64_t)depth,
-                       .n_ring = (uint64_t)depth + AHEAD };
+    *o = (mt_offload){ .cx = cx, .dev = cx->dev, .store = cx->store, .kernels = k,
+                       .depth = (uint64_t)depth, .n_ring = (uint64_t)depth + AHEAD };
     mt_mutex_open(&o->mu, MT_RANK_OFFLOAD);
     MT_DO(mt_worker_open(&o->collector, &o->mu, 1, "mt-collector", "d2h", collect, o));
     MT_DO(MT_MAKE(o->ring, (int64_t)o->n_ring, "offload"));
@@ -318,7 +312,6 @@ static mt_status parcel_make(mt_offload *o, int unit, const mt_grad_item *it, ta
     const mt_param_desc *d = mt_store_desc(o->store, unit, it->param);
     const char          *name = mt_store_name(o->store, unit);
     int64_t              from, n = mt_store_owned(o->store, unit, it->param, &from);
-    int                  settled = mt_store_home(o->store, unit, NULL)->at != NULL;
     void                *at;
 
     if (d == NULL)
@@ -330,8 +323,8 @@ static mt_status parcel_make(mt_offload *o, int unit, const mt_grad_item *it, ta
     if (it->mode != MT_GRAD_SET && mt_store_passes(o->store, unit))
         return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass, so none is there to add to", name);
     *p = (parcel){ .item = *it, .dt = d->dtype, .n = n, .sum = &y->sum[it->param],
-                   .chunks = y->chunks[it->param], .settled = settled };
-    p->bytes = (size_t)p->n * mt_dtype_bytes(p->dt);
+                   .bytes = (size_t)n * mt_dtype_bytes(d->dtype), .chunks = y->chunks[it->param],
+                   .settled = mt_store_home(o->store, unit, NULL)->at != NULL };
     MT_DO(plane_at(o, unit, it->param, MT_PLANE_GRAD, 0, &p->grad));
     if (it->mode == MT_GRAD_SET)
         return MT_OK;
@@ -363,6 +356,7 @@ static mt_status prepare(mt_offload *o, ticket *t, int unit, const mt_grad_item 
         t->params[i] = items[i].param;
         if (is_staged(&t->parcels[i])) {
             t->adds++;
+            t->parcels[i].staged_at = need;
             need += mt_round_up(t->parcels[i].bytes, 512);
         }
     }
@@ -374,13 +368,8 @@ static mt_status prepare(mt_offload *o, ticket *t, int unit, const mt_grad_item 
             mt_arena_close(&(*g)->mem);
             MT_DO(pages_open(o, need, "micro-batch gradients on their way", &(*g)->mem));
         }
+        t->staged = (*g)->mem.base;
     }
-    need = 0;
-    for (int i = 0; i < n && *g != NULL; i++)
-        if (is_staged(&t->parcels[i])) {
-            t->parcels[i].staged = (char *)(*g)->mem.base + need;
-            need += mt_round_up(t->parcels[i].bytes, 512);
-        }
     return MT_OK;
 }
 
@@ -395,12 +384,13 @@ static mt_status put_all(mt_offload *o, ticket *t, mt_queue *run)
 
     /* GRAD: the sources are written by what run was given up to now. */
     MT_DO(v->record(run, t->handed));
-    mt_watch_compute(mt_store_watch(o->store), &t->making, mt_store_name(o->store, t->unit),
-                     "its gradients' kernels (the event GRAD)", t->handed);
+    mt_watch_put(mt_store_watch(o->store), &t->making, mt_compute,
+                 mt_store_name(o->store, t->unit), "its gradients' kernels (the event GRAD)",
+                 t->handed);
     MT_DO(mt_edge(o->cx, MT_EDGE_GRAD, o->d2h, t->handed));
     if (home->come != NULL)
         MT_DO(home->come(of, t->unit, t->params, t->n, o->d2h));
-    mt_timeline_begin(o->timeline, &span, MT_LANE_D2H, MT_WORK_OFFLOAD, t->unit, o->d2h);
+    mt_timeline_begin(o->cx->timeline, &span, MT_LANE_D2H, MT_WORK_OFFLOAD, t->unit, o->d2h);
     for (int i = 0; i < t->n; i++) {
         const parcel *p = &t->parcels[i];
         const void   *src = p->item.src;
@@ -409,7 +399,7 @@ static mt_status put_all(mt_offload *o, ticket *t, mt_queue *run)
             continue;
         bytes += p->settled ? 0 : p->bytes;
         if (is_staged(p)) {
-            MT_DO(v->copy(o->d2h, p->staged, src, p->bytes));
+            MT_DO(v->copy(o->d2h, t->staged + p->staged_at, src, p->bytes));
         } else if (p->item.mode == MT_GRAD_ADD) {    /* settled: the sum and its squares, there */
             if (p->changed != NULL)
                 MT_DO(v->copy(o->d2h, p->grad, p->changed, p->bytes));
@@ -421,7 +411,7 @@ static mt_status put_all(mt_offload *o, ticket *t, mt_queue *run)
                 MT_DO(v->copy(o->d2h, p->grad, src, p->bytes));
         }
     }
-    mt_timeline_end(o->timeline, &span, bytes, o->d2h);
+    mt_timeline_end(o->cx->timeline, &span, bytes, o->d2h);
     MT_DO(v->record(o->d2h, t->landed));
     /* LANDED: what run is given from now on may reuse the sources of `depth` tickets ago. */
     if (t->passes > 0 && !mt_skips(o->cx, MT_EDGE_LANDED))
@@ -483,7 +473,7 @@ mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int
     if (next > AHEAD)
         MT_DO(wait_room(o, next - AHEAD));
     if (mt_store_passes(o->store, unit)) {
-        MT_DO(mt_store_lend(o->store, unit, o->timeline));
+        MT_DO(mt_store_lend(o->store, unit, o->cx->timeline));
         /* No more units have gradients that pass on the device than have a buffer for them. */
         if ((uint64_t)mt_store_lends(o->store) < depth)
             depth = (uint64_t)mt_store_lends(o->store);

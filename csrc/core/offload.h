@@ -46,13 +46,11 @@ typedef mt_status (*mt_sumsq_fn)(void *ctx, mt_queue *q, mt_dtype dt, const void
                                  double *out, double *chunks);
 /* Host, on the pool: acc (fp32; NULL: the sum lives in grad, which is fp32 or fp64) and grad get
  * the sum of themselves and add, which is of grad's type; `from_grad`: start from grad's value
- * instead of acc's.
- * *sumsq, chunks: of what the optimizer will use: the new acc where there is one,
+ * instead of acc's. *sumsq, chunks: of what the optimizer will use: the new acc where there is one,
  * else the new grad. */
 typedef void (*mt_accumulate_fn)(mt_pool *pool, mt_dtype dt, float *acc, void *grad,
                                  const void *add, int64_t n, int from_grad, double *sumsq,
                                  double *chunks);
-
 /* The same put in q, on the device's memory; *sumsq, chunks: host memory that q can write. */
 typedef mt_status (*mt_accumulate_put_fn)(void *ctx, mt_queue *q, mt_dtype dt, float *acc,
                                           void *grad, const void *add, int64_t n, int from_grad,

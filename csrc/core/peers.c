@@ -244,18 +244,15 @@ mt_status mt_store_open(const mt_context *cx, mt_store **out)
     if (cx->dev == NULL)
         return MT_FAIL(MT_EINVAL, "a store needs a device; open one with mt_dev_cpu_open()");
     MT_DO(MT_MAKE(s, 1, "store"));
+    *s = (mt_store){ .dev = cx->dev, .pool = cx->pool, .share = cx->share,
+                     .most_lent = MT_STORE_LENT, .ledger.update_over = mt__take_back,
+                     .ledger.touched = mt__mirror_touched };
     mt_mutex_open(&s->serving, MT_RANK_SERVING);
     mt_mutex_open(&s->map_mu, MT_RANK_MAP);
     mt_mutex_open(&s->fetched_mu, MT_RANK_FETCHED);
     mt_mutex_open(&s->mirror_mu, MT_RANK_MIRROR);
     mt_mutex_open(&s->ledger.mu, MT_RANK_LEDGER);
     mt_watch_open(&s->watch, cx->warn);
-    s->ledger.update_over = mt__take_back;
-    s->ledger.touched = mt__mirror_touched;
-    s->dev = cx->dev;
-    s->pool = cx->pool;
-    s->share = cx->share;
-    s->most_lent = MT_STORE_LENT;
     MT_DO(mt_watch_cond(&s->ledger.changed));
     MT_DO(mt_watch_cond(&s->mirror_changed));
     if (s->share != NULL)

@@ -7,11 +7,10 @@
  *   pieces  what came of it: every element of those planes that is this process's own is in one
  *           part, in order
  *
- *     mt_pieces_cut(store, unit, &(mt_cut){ planes, bytes, MT_PART_ALIGN, 128, 0,
- *                                          MT_PART_ALIGN }, &p);
+ *     mt_pieces_cut(s, unit, &(mt_cut){ planes, bytes, MT_PART_ALIGN, 128, 0, MT_PART_ALIGN }, &p);
  *     for (int i = 0; i < p->n; i++) {
  *         mt_pieces_at(p, i, buffer, parts);              // of p->piece[i].n parts
- *         mt_part_host(store, unit, &parts[0], MT_PLANE_M, &host, &bytes);
+ *         mt_part_host(s, unit, &parts[0], MT_PLANE_M, &host, &bytes);
  *     }
  *
  * In a piece weights come first, each part's behind the one before it: as in plane HI, where all

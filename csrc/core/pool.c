@@ -93,21 +93,18 @@ void mt_pool_run(mt_pool *p, mt_chunk_fn fn, void *arg, int64_t n_chunks)
             fn(arg, i);
         return;
     }
-    mt_lock(&p->turn);
+    MT_HOLD(&p->turn);
     p->fn = fn;
     p->arg = arg;
     p->n_chunks = n_chunks;
     atomic_store_explicit(&p->next, 0, memory_order_relaxed);
-    mt_lock(&p->mu);
-    for (int i = 0; i < p->n_threads - 1; i++)
-        (void)mt_worker_submit(&p->worker, &p->jobs[i]);
-    mt_unlock(&p->mu);
+    MT_WITH(&p->mu)
+        for (int i = 0; i < p->n_threads - 1; i++)
+            (void)mt_worker_submit(&p->worker, &p->jobs[i]);
     take_chunks(p);
-    mt_lock(&p->mu);         /* by which what the others' chunks wrote is visible afterwards */
+    MT_HOLD(&p->mu);         /* by which what the others' chunks wrote is visible afterwards */
     while (p->worker.first != NULL)
         mt_worker_withdraw(&p->worker, p->worker.first);
     while (p->worker.ended < p->worker.submitted)
         mt_cond_wait(&p->worker.news, &p->mu);
-    mt_unlock(&p->mu);
-    mt_unlock(&p->turn);
 }

@@ -505,8 +505,9 @@ static mt_status put_fetch(mt_resident *r, mt__settled *h, mt_queue *run, mt_que
         /* FREED: compute on the weights that are overwritten was put in run before. */
         if (run != NULL && !mt_skips(r->cx, MT_EDGE_FREED)) {
             MT_TRY(r->dev->ops->record(run, h->used));
-            mt_watch_compute(mt_store_watch(r->store), &h->using, mt_store_name(r->store, unit),
-                             "kernels that read its weights (the event FREED)", h->used);
+            mt_watch_put(mt_store_watch(r->store), &h->using, mt_compute,
+                         mt_store_name(r->store, unit),
+                         "kernels that read its weights (the event FREED)", h->used);
             MT_TRY(r->dev->ops->wait(r->queue, h->used));
         }
         mt_timeline_begin(r->cx->timeline, &span, MT_LANE_DEVICE, MT_WORK_FETCH, unit, r->queue);

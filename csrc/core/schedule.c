@@ -27,7 +27,7 @@ typedef struct walk {
     int         *slot_of;    /* [n_units] -1: in none */
     size_t      *class_bytes;/* [n_units] bytes of the slots that it may use; those in the trace */
     slot_state  *slot;       /* [n_slots] */
-    int          n_units, n_slots;
+    int          n_slots;
     mt_schedule *out;        /* steps has room for all */
 } walk;
 
@@ -107,11 +107,10 @@ static void prefetch(walk *w)
 
 /* ---- the walk --------------------------------------------------------------------------- */
 
-mt_status mt_schedule_build(const int *trace, int64_t n_trace,
-                            const size_t *unit_bytes, int n_units,
-                            const size_t *slot_bytes, int n_slots, mt_schedule **out)
+mt_status mt_schedule_build(const int *trace, int64_t n_trace, const size_t *unit_bytes,
+                            int n_units, const size_t *slot_bytes, int n_slots, mt_schedule **out)
 {
-    walk      w = { .use = trace, .n_uses = n_trace, .n_units = n_units, .n_slots = n_slots };
+    walk      w = { .use = trace, .n_uses = n_trace, .n_slots = n_slots };
     mt_status st;
 
     if (n_trace < 0 || n_units < 0 || n_slots < 0)

@@ -34,8 +34,7 @@ typedef enum mt_step_kind { MT_FETCH, MT_COMPUTE } mt_step_kind;
 
 typedef struct mt_step {
     mt_step_kind kind;
-    int          unit;
-    int          slot;
+    int          unit, slot;
 } mt_step;
 
 typedef struct mt_schedule {
@@ -46,12 +45,10 @@ typedef struct mt_schedule {
 /* Farthest next use decides which slot gives way (Belady 1966), of equals the one idle for longest;
  * a fetch is put as early as the rules allow and never displaces a unit needed sooner. A slot fits
  * a unit when its bytes do; the smallest class of slot that fits is used. Several units of one
- * window are several COMPUTEs in the trace, each of which stays until its own.
- * MT_EINVAL when a unit of the trace fits no slot (names its number, its bytes
- * and the largest slot). */
-mt_status mt_schedule_build(const int *trace, int64_t n_trace,
-                            const size_t *unit_bytes, int n_units,
-                            const size_t *slot_bytes, int n_slots, mt_schedule **out);
+ * window are several COMPUTEs in the trace, each of which stays until its own. MT_EINVAL: a unit of
+ * the trace fits no slot; named are its number, its bytes and the largest slot. */
+mt_status mt_schedule_build(const int *trace, int64_t n_trace, const size_t *unit_bytes,
+                            int n_units, const size_t *slot_bytes, int n_slots, mt_schedule **out);
 void      mt_schedule_free (mt_schedule *s);
 /* names: of the units. Writes at most cap bytes, NUL included; returns the length of the whole. */
 size_t    mt_schedule_print(const mt_schedule *s, const char *const *names, char *text, size_t cap);

@@ -170,15 +170,12 @@ static mt_status unit_open(mt_store *s, const char *name, const mt_param_desc *d
         return MT_FAIL(MT_EINVAL, "unit %s: %d parameters at %p", name ? name : "without a name",
                        n, (const void *)d);
     MT_DO(MT_MAKE(u, 1, name));
+    *u = (mt__unit){ .shape.n = n, .own.end.param = n, .shared = s->share != NULL,
+                     .align = s->share != NULL ? (size_t)sysconf(_SC_PAGESIZE) : MT_PART_ALIGN,
+                     .account.version = 1, .home = &mt_home_ram };
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         for (int side = 0; side < MT__SIDES; side++)
             mt_mutex_open(&u->plane[side][p].making, MT_RANK_MAKING);
-    u->shape.n = n;
-    u->own.end.param = n;
-    u->shared = s->share != NULL;
-    u->align = u->shared ? (size_t)sysconf(_SC_PAGESIZE) : MT_PART_ALIGN;
-    u->account.version = 1;
-    atomic_store(&u->home, &mt_home_ram);
     MT_TRY(MT_MAKE(u->name, (int64_t)strlen(name) + 1, name));
     strcpy(u->name, name);
     MT_TRY(MT_MAKE(u->shape.desc, n, name));
@@ -351,9 +348,8 @@ mt_status mt_store_set_states(mt_store *s, int unit, mt_states states)
     mt_plane  made;
 
     if (u == NULL || (unsigned)states >= MT_STATES_COUNT)
-        return MT_FAIL(MT_EINVAL,
-                       "states %d of unit %d; the store has %d units, and states are 0 to %d",
-                       (int)states, unit, mt_store_units(s), MT_STATES_COUNT - 1);
+        return MT_FAIL(MT_EINVAL, "states %d of unit %d; the store has %d units, and states are 0 "
+                       "to %d", (int)states, unit, mt_store_units(s), MT_STATES_COUNT - 1);
     MT_HOLD(&s->map_mu);
     made = states_of(u) != states ? made_of(u, MT_STATE_PLANES, MT__SIDES) : MT_PLANE_COUNT;
     if (made != MT_PLANE_COUNT)
@@ -529,9 +525,8 @@ static mt_status map(mt_store *s, const mt__unit *u, int side, mt_plane p, const
     int       copy = x->own ? is_own_copy(u, p, x->first) : is_copy(u, p);
     size_t    mapped = mt_store_bytes(s, MT_PLANE_COUNT), at = 0, bytes;
     mt_dev   *dev = registered(u, atomic_load(&u->home)) >> p & 1 ? s->dev : NULL;
-    mt_arena  made = { 0 };
+    mt_arena  made __attribute__((cleanup(mt_arena_close))) = { 0 };
     char      what[256];
-    mt_status st;
 
     snprintf(what, sizeof what, "unit %s, plane %s", u->name, mt_plane_name(p));
     if (side == MT__DEVICE) {
@@ -554,13 +549,12 @@ static mt_status map(mt_store *s, const mt__unit *u, int side, mt_plane p, const
             mt_arena_part(&made, &u->plane[MT__HOST][p].arena, at, x->bytes);
         }
         mt_arena_keep(&made, x->from, x->kept);
-        if (!copy && (st = mt_arena_commit(&made, s->pool, dev)) != MT_OK) {
-            mt_arena_close(&made);
-            return st;
-        }
+        if (!copy)
+            MT_DO(mt_arena_commit(&made, s->pool, dev));
     }
     atomic_fetch_add(&s->mapped[p], copy ? 0 : made.kept);
     *out = made;
+    made = (mt_arena){ 0 };
     return MT_OK;
 }
 
@@ -664,14 +658,12 @@ static mt_status at(mt_store *s, int unit, int param, int side, mt_plane p, void
     }
     MT_HOLD(&pl->making);
     if (elem_bytes(p, d->dtype, states_of(u)) == 0)
-        return MT_FAIL(MT_EINVAL,
-                       "unit %s: plane %s has nothing for parameter %d, which is %s with %s "
-                       "states", u->name, mt_plane_name(p), param, mt_dtype_name(d->dtype),
+        return MT_FAIL(MT_EINVAL, "unit %s: plane %s has nothing for parameter %d, which is %s "
+                       "with %s states", u->name, mt_plane_name(p), param, mt_dtype_name(d->dtype),
                        mt_states_name(states_of(u)));
     if (p == MT_PLANE_GRAD && pl->at == NULL && atomic_load(&u->passing))
-        return MT_FAIL(MT_ESTATE,
-                       "unit %s: its gradients pass; there are none between an update and the next "
-                       "hand-over", u->name);
+        return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass; there are none between an update "
+                       "and the next hand-over", u->name);
     /* One that is not trained any more may have its states moved. */
     if (p != MT_PLANE_HI && !trains(d) && address_of(pl, param) == NULL &&
         find_at(s, other, param) == NULL)
@@ -699,15 +691,14 @@ mt_status mt_store_hi(mt_store *s, int unit, void **out)
 {
     mt__unit  *u = mt__unit_at(s, unit);
     mt__plane *pl;
-    mt_status  st;
 
     if (u == NULL)
         return mt__no_unit(s, unit);
     pl = &u->plane[MT__HOST][MT_PLANE_HI];
     MT_HOLD(&pl->making);
-    if ((st = plane_make(s, u, MT__HOST, MT_PLANE_HI)) == MT_OK)
-        *out = pl->arena.base;
-    return st;
+    MT_DO(plane_make(s, u, MT__HOST, MT_PLANE_HI));
+    *out = pl->arena.base;
+    return MT_OK;
 }
 
 int mt_store_made(mt_store *s, int unit, int param, mt_plane p, int on_device)

@@ -74,7 +74,6 @@ struct mt_stream {
     mt_queue     *h2d;       /* the mover's alone */
     char         *poison;    /* POISON_BYTES of 0xFF; NULL before it is asked for. The mover's */
     slot         *slots;
-    size_t       *slot_bytes;/* as schedules see them: a settled slot fits no other unit */
     int           n_slots, n_settled;
     cut          *cuts;      /* written before the first acquire */
     int           n_cuts, first_cut;  /* the latter's number: the store's count of units */
@@ -303,7 +302,6 @@ static mt_status carry_out(void *arg, mt_job *node)
         k->issued = r.number;
     if (st == MT_OK && k->asked == r.number)
         k->version = version;
-    MT_ASSERT(mt_holds(&s->mu));
     return st;
 }
 
@@ -326,11 +324,9 @@ mt_status mt_stream_open(const mt_context *cx, const mt_slot_desc *slots, int n_
                       .last_unit = -1, .computing = -1 };
     mt_mutex_open(&s->mu, MT_RANK_STREAM);
     MT_DO(MT_MAKE(s->slots, n_slots, "stream"));
-    MT_DO(MT_MAKE(s->slot_bytes, n_slots, "stream"));
     s->n_slots = n_slots;
     for (int i = 0; i < n_slots; i++) {
         s->slots[i] = (slot){ .bytes = slots[i].bytes, .mem = slots[i].mem, .unit = -1 };
-        s->slot_bytes[i] = slots[i].bytes;
         MT_DO(s->dev->ops->event_open(s->dev, &s->slots[i].ready));
         MT_DO(s->dev->ops->event_open(s->dev, &s->slots[i].freed));
     }
@@ -358,7 +354,6 @@ void mt_stream_close(mt_stream *s)
         free(s->cuts[i].ranges);
     free(s->cuts);
     free(s->slots);
-    free(s->slot_bytes);
     free(s->poison);
     free(s);
 }
@@ -373,16 +368,14 @@ mt_status mt_stream_settle(mt_stream *s, int unit, int k)
                        mt_store_name(s->store, unit), bytes, k, s->n_slots,
                        k >= 0 && k < s->n_slots ? s->slots[k].bytes : 0);
     if (s->slots[k].unit >= 0)
-        return MT_FAIL(MT_ESTATE,
-                       "unit %s: slot %d has held unit %s; settle units before the first "
-                       "forward", mt_store_name(s->store, unit), k,
+        return MT_FAIL(MT_ESTATE, "unit %s: slot %d has held unit %s; settle units before the "
+                       "first forward", mt_store_name(s->store, unit), k,
                        mt_store_name(s->store, s->slots[k].unit));
     if (mt_resident_mem(r, unit) == NULL)
         MT_DO(mt_resident_settle(r, unit, s->slots[k].mem));
     else if (mt_resident_mem(r, unit) != s->slots[k].mem)
         return MT_FAIL(MT_EINVAL, "unit %s: slot %d is not the memory that it has",
                        mt_store_name(s->store, unit), k);
-    s->slot_bytes[k] = SIZE_MAX;
     MT_HOLD(&s->mu);
     s->slots[k].unit = unit;
     s->slots[k].settled = 1;
@@ -506,17 +499,17 @@ static mt_status fetch(mt_stream *s, int k, int unit, int part, mt_queue *run)
             return MT_FAIL(MT_ESTATE, "stream: slot %d is held and there is no hook to renew it",
                            k);
         MT_DO(s->hooks.renew(s->hooks.ctx, k, &mem));
-        mt_lock(&s->mu);
+        MT_HOLD(&s->mu);
         withdraw(s, sl);
         sl->mem = mem;
         sl->unit = -1;
         assert_state(s);
-        mt_unlock(&s->mu);
     }
     MT_DO(s->dev->ops->record(run, sl->freed));
-    mt_watch_compute(mt_store_watch(s->store), &sl->using, name_of(s, s->computing),
-                     "its kernels (the event FREED)", sl->freed);
-    mt_lock(&s->mu);
+    mt_watch_put(mt_store_watch(s->store), &sl->using, mt_compute, name_of(s, s->computing),
+                 "its kernels (the event FREED)", sl->freed);
+    sl->last_use = ++s->tick;
+    MT_HOLD(&s->mu);
     withdraw(s, sl);
     sl->unit = unit;
     sl->part = sl->lacks = part;
@@ -527,8 +520,6 @@ static mt_status fetch(mt_stream *s, int k, int unit, int part, mt_queue *run)
     s->stats.h2d_bytes += bytes;
     tell_feed(s);
     assert_state(s);
-    mt_unlock(&s->mu);
-    sl->last_use = ++s->tick;
     return MT_OK;
 }
 
@@ -582,14 +573,17 @@ static mt_status hand_over(mt_stream *s, int64_t i, mt_queue *run)
 mt_status mt_stream_begin(mt_stream *s)
 {
     int     n_units = mt_stream_numbers(s);
-    size_t *unit_bytes MT_FREED = NULL;
+    size_t *unit_bytes MT_FREED = NULL, *slot_bytes MT_FREED = NULL;
 
     MT_DO(check_numbers(s));
     MT_DO(MT_MAKE(unit_bytes, n_units, "stream"));
+    MT_DO(MT_MAKE(slot_bytes, s->n_slots, "stream"));
     for (int u = 0; u < n_units; u++)
         unit_bytes[u] = bytes_of(s, u);
+    for (int k = 0; k < s->n_slots; k++)     /* a settled one fits no other unit */
+        slot_bytes[k] = s->slots[k].settled ? SIZE_MAX : s->slots[k].bytes;
     s->last_unit = -1;
-    return mt__course_begin(&s->course, unit_bytes, n_units, s->slot_bytes, s->n_slots);
+    return mt__course_begin(&s->course, unit_bytes, n_units, slot_bytes, s->n_slots);
 }
 
 static mt_status check_fits(const mt_stream *s, int unit)

@@ -26,8 +26,10 @@
 #define ALIGN       ((size_t)512)        /* of a part in its bay */
 #define SLICE_BYTES ((size_t)32 << 20)   /* of a copy: under a millisecond of the bus */
 
-#define LEFT "copies of what it keeps (the event LEFT)"
-#define BACK "copies of what it keeps (the event BACK)"
+#define LEFT    "copies of what it keeps (the event LEFT)"
+#define BACK    "copies of what it keeps (the event BACK)"
+#define WRITTEN "what it keeps to be written (WRITTEN)"
+#define READ    "what it keeps to be read (READ)"
 
 /* Who still needs a bundle: mt_swap_left, and mt_swap_drop. */
 enum { SOURCES = 1, TENSORS = 2 };
@@ -356,8 +358,7 @@ static void put(mt_swap *w, bundle *k, int write)
     k->begun_ns = mt_now_ns();
     w->requests++;
     mt_watch_begin(watch_of(w), &k->post, "swap disk", mt_store_name(w->store, k->unit),
-                   write ? "what it keeps to be written (WRITTEN)"
-                         : "what it keeps to be read (READ)");
+                   write ? WRITTEN : READ);
     w->file->ops->put(w->file, &k->r);
 }
 
@@ -480,7 +481,6 @@ static bay *choose(const mt_swap *w, size_t bytes)
         waited_;                                                                                   \
     })
 #define IS_WRITTEN(k) ((k)->at != FILLING && (k)->at != WRITING)
-#define WRITTEN       "what it keeps to be written (WRITTEN)"
 
 /* One that may go and is large enough; or one more; or one that is enlarged. It waits for one. */
 static mt_status file_bay(mt_swap *w, bundle *k, bay **out)
@@ -556,7 +556,7 @@ static mt_status bring(mt_swap *w, bundle *k)
         read_into(w, k, b);
     }
     if (!mt_skips(w->cx, MT_EDGE_READ))
-        MT_TRY(WAIT_UNTIL(w, k, k->at != READING, "what it keeps to be read (READ)"));
+        MT_TRY(WAIT_UNTIL(w, k, k->at != READING, READ));
     /* A bay whose read failed has nothing; a place that was written may be read again. */
     st = k->st != MT_OK ? mt_fail_again(k->st, k->text) : MT_OK;
     if (st != MT_OK && k->bay != NULL)
@@ -657,10 +657,7 @@ static mt_status bundle_new(mt_swap *w, int unit, const mt_swap_part *parts, int
 
     if (k == NULL)
         return MT_FAIL(MT_ENOMEM, "swap: no memory to note %d tensors", n);
-    k->w = w;
-    k->unit = unit;
-    k->n = n;
-    k->users = 1;
+    *k = (bundle){ .w = w, .unit = unit, .n = n, .users = 1 };
     for (int i = 0; i < n; i++) {
         k->bytes[i] = parts[i].bytes;
         k->whole += mt_round_up(parts[i].bytes, ALIGN);
@@ -687,8 +684,8 @@ mt_status mt_swap_out(mt_swap *w, int unit, const mt_swap_part *parts, int n, mt
     MT_TRY(bundle_new(w, unit, parts, n, tier, &k));
     MT_TRY(k->tier == MT_SWAP_FILE ? prepare_file(w, k) : MT_LOCKED(&w->mu, host_bay(w, k)));
     MT_TRY(behind(w, w->out, w->made, run, MT_EDGE_COMPUTED));
-    mt_watch_compute(watch_of(w), &w->making, mt_store_name(w->store, unit),
-                     "its kernels (the event COMPUTED)", w->made);
+    mt_watch_put(watch_of(w), &w->making, mt_compute, mt_store_name(w->store, unit),
+                 "its kernels (the event COMPUTED)", w->made);
     if (k->tier == MT_SWAP_HOST)         /* for another's copies our thread has waited: DRAINED */
         MT_TRY(mt_edge(w->cx, MT_EDGE_EMPTIED, w->out, k->bay->landed));
     MT_TRY(copy_all(w, k, parts, 1));
@@ -763,12 +760,11 @@ mt_status mt_swap_back(mt_swap *w, uint64_t number, const mt_swap_part *landing,
         MT_TRY(MT_LOCKED(&w->mu, bring(w, k)));
     if ((st = mt_edge(w->cx, MT_EDGE_KEPT, w->back, k->bay->filled)) == MT_OK)
         st = copy_all(w, k, landing, 0);
-    mt_lock(&w->mu);
-    if (k->tier == MT_SWAP_FILE) {       /* the bay is another's when the copies are over */
-        k->wanted = 0;
-        owe(w, &k->bay->lands);
-    }
-    mt_unlock(&w->mu);
+    MT_WITH(&w->mu)
+        if (k->tier == MT_SWAP_FILE) {   /* the bay is another's when the copies are over */
+            k->wanted = 0;
+            owe(w, &k->bay->lands);
+        }
 fail:
     give_turn(w, k);
     return st;
@@ -812,7 +808,6 @@ mt_status mt_swap_disk(mt_swap *w, mt_blocks *file, int n_bays)
     if (n_bays < 2)
         return MT_FAIL(MT_EINVAL, "spill: %d bays; 2 are the least: one moves to the device, one "
                        "to the file", n_bays);
-    w->worker = (mt_worker){ 0 };        /* one that got no thread was closed, and stays stopped */
     MT_DO(mt_worker_open(&w->worker, &w->mu, 1, "mt-spill", "swap disk", wait_for_device, w));
     w->n_bays = n_bays;
     w->file = file;

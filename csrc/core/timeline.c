@@ -184,11 +184,9 @@ static void over(mt_timeline *t, const mt_span *s)
 void mt_timeline_begin(mt_timeline *t, mt_span *s, mt_lane lane, mt_work work, int unit,
                        mt_queue *q)
 {
-    s->open = 0;
-    if (t == NULL || !atomic_load_explicit(&t->on, memory_order_relaxed))
-        return;
     *s = (mt_span){ .r = { .lane = lane, .work = work, .unit = unit } };
-    begin(t, s, q != NULL ? 2 : 0, q);
+    if (t != NULL && atomic_load_explicit(&t->on, memory_order_relaxed))
+        begin(t, s, q != NULL ? 2 : 0, q);
 }
 
 void mt_timeline_end(mt_timeline *t, mt_span *s, uint64_t bytes, mt_queue *q)
@@ -234,11 +232,8 @@ static void piece_end(mt_timeline *t, mt_queue *run)
 /* Also where the timeline lost the piece before: r says what it is of. */
 static void piece_begin(mt_timeline *t, mt_record r, mt_queue *run)
 {
-    if (top(t) == NULL)
-        return;
-    mt_timeline_begin(t, top(t), MT_LANE_COMPUTE, r.work, r.unit, run);
-    top(t)->r.work = r.work;
-    top(t)->r.unit = r.unit;
+    if (top(t) != NULL)
+        mt_timeline_begin(t, top(t), MT_LANE_COMPUTE, r.work, r.unit, run);
 }
 
 void mt_timeline_enter(mt_timeline *t, mt_work work, int unit, mt_queue *run)

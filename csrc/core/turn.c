@@ -27,8 +27,7 @@
  *   (4) AWAY is about 1 + the meetings before it, or 0: its rank is back. All ranks join a meeting,
  *       so who is away from before the last one is on its way back */
 struct mt_turns {
-    mt_store         *store;
-    void            (*warn)(const char *text);
+    const mt_context *cx;
     mt_share         *share;
     _Atomic uint64_t *verdicts;          /* [UNITS * TURNS] in the share */
     int               ms, me, n_mates;
@@ -50,8 +49,7 @@ mt_status mt_turns_open(const mt_context *cx, int ms, mt_turns **out)
     void     *room;
 
     MT_DO(MT_MAKE(t, 1, "turns"));
-    *t = (mt_turns){ .store = cx->store, .warn = cx->warn, .share = cx->share, .ms = ms, .unit = -1,
-                     .stats = { .rank = -1 } };
+    *t = (mt_turns){ .cx = cx, .share = cx->share, .ms = ms, .unit = -1, .stats.rank = -1 };
     MT_DO(MT_MAKE(t->mates, ranks, "turns"));
     MT_DO(MT_MAKE(t->late, ranks, "turns"));
     for (int rank = 0; rank < ranks; rank++) {
@@ -160,7 +158,7 @@ void mt_turns_next(mt_turns *t, int unit)
 mt_status mt_turns_take(mt_turns *t, uint64_t about, int ms, int *in_step)
 {
     uint64_t begun = mt_now_ns(), asked_ns = 0, end_ns;
-    int      over = 0, told = t->warn == NULL;
+    int      over = 0, told = t->cx->warn == NULL;
     char     text[200];
 
     end_ns = begun + (uint64_t)(ms > 0 ? ms : t->ms) * UINT64_C(1000000);
@@ -168,7 +166,7 @@ mt_status mt_turns_take(mt_turns *t, uint64_t about, int ms, int *in_step)
     for (;;) {
         uint32_t word = mt_share_word(t->share);
 
-        MT_DO(mt_ledger_check(t->store));
+        MT_DO(mt_ledger_check(t->cx->store));
         MT_DO(look(t, over, in_step));
         if (*in_step >= 0)
             break;
@@ -178,7 +176,7 @@ mt_status mt_turns_take(mt_turns *t, uint64_t about, int ms, int *in_step)
                      "machine to come to the same weights: with weights on disk all run the same "
                      "forwards, evaluations too", mt_share_rank(t->share),
                      (int)(TOLD_NS / 1000000000));
-            t->warn(text);
+            t->cx->warn(text);
         }
         mt_share_sleep(t->share, word, LOOK_MS);
         over = mt_watch_asked(&asked_ns) != MT_OK || mt_now_ns() > end_ns;

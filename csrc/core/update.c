@@ -45,8 +45,6 @@ struct mt_updater {
     const mt_context *cx;
     mt_store       *store;
     mt_offload     *grads;
-    mt_pool        *pool;
-    mt_timeline    *timeline;
 
     mt_mutex        mu;
     mt_worker       worker;             /* the work of ticket n is its job n; news: a result too */
@@ -84,6 +82,8 @@ static void work_free(work *w)
     free(w);
 }
 
+MT_CLOSER(work_free, work)
+
 static mt_status work_make(const mt_updater *u, const mt_update_job *jobs, int n, double max_norm,
                            mt_queue *run, work **out)
 {
@@ -92,36 +92,33 @@ static mt_status work_make(const mt_updater *u, const mt_update_job *jobs, int n
     const char       *name;
     int64_t           first;
     job              *to;
-    work             *w;
-    mt_status         st;
+    work             *w MT_CLOSED(work_free) = NULL;
 
     MT_DO(MT_MAKE(w, 1, "update"));
-    MT_TRY(MT_MAKE(w->jobs, n, "update"));
-    w->max_norm = max_norm;
-    w->n = n;
+    *w = (work){ .max_norm = max_norm, .n = n };
+    MT_DO(MT_MAKE(w->jobs, n, "update"));
     for (int i = 0; i < n; i++) {
         if (jobs[i].unit < 0 || jobs[i].unit >= mt_store_units(u->store) || jobs[i].n_params < 0)
-            MT_TRY(MT_FAIL(MT_EINVAL, "update: job %d has %d parameters of unit %d; the store has "
-                           "%d units", i, jobs[i].n_params, jobs[i].unit,
-                           mt_store_units(u->store)));
+            return MT_FAIL(MT_EINVAL, "update: job %d has %d parameters of unit %d; the store has "
+                           "%d units", i, jobs[i].n_params, jobs[i].unit, mt_store_units(u->store));
         to = &w->jobs[i];
         params = jobs[i].n_params;
         name = mt_store_name(u->store, jobs[i].unit);
         if ((to->up = calloc(1, sizeof *to->up + (size_t)params * sizeof *to->up->params)) == NULL)
-            MT_TRY(MT_FAIL(MT_ENOMEM, "%s: no memory for its update", name));
+            return MT_FAIL(MT_ENOMEM, "%s: no memory for its update", name);
         to->up->j = jobs[i];
         to->up->j.params = to->up->params;
-        MT_TRY(MT_MAKE(to->counted, params, name));
+        MT_DO(MT_MAKE(to->counted, params, name));
         if (u->cx->share != NULL)
-            MT_TRY(MT_MAKE(to->sums, params, name));
+            MT_DO(MT_MAKE(to->sums, params, name));
         to->home = mt_store_home(u->store, jobs[i].unit, &to->of);
         has[MT_BY_RUN] = jobs[i].run != NULL;
         has[MT_BY_PUT] = jobs[i].put != NULL;
         has[MT_BY_COMPUTE] = jobs[i].gradient != NULL && jobs[i].compute != NULL;
         has[MT_BY_PIECES] = jobs[i].pieces != NULL;
         if (!has[to->home->by] || (to->home->update != NULL && to->of == NULL))
-            MT_TRY(MT_FAIL(MT_ESTATE, "unit %s %s, and its job cannot update it there, or nothing "
-                           "is open that could", name, to->home->lives));
+            return MT_FAIL(MT_ESTATE, "unit %s %s, and its job cannot update it there, or nothing "
+                           "is open that could", name, to->home->lives);
         for (int k = 0; k < params; k++) {
             int p = to->up->params[k] = jobs[i].params[k];
 
@@ -134,17 +131,13 @@ static mt_status work_make(const mt_updater *u, const mt_update_job *jobs, int n
     }
     /* What run was given up to now may read the weights that settled units' updates overwrite. */
     if (settled)
-        MT_TRY(v->event_open(u->cx->dev, &w->asked));
+        MT_DO(v->event_open(u->cx->dev, &w->asked));
     for (int i = 0; i < n; i++)
         w->jobs[i].up->j.asked = w->asked;
     if (settled)
-        MT_TRY(v->record(run, w->asked));
-    *out = w;
+        MT_DO(v->record(run, w->asked));
+    *out = MT_KEEP(w);
     return MT_OK;
-
-fail:
-    work_free(w);
-    return st;
 }
 
 /* ---- the updater ------------------------------------------------------------------------ */
@@ -202,7 +195,7 @@ static mt_status measure_all(mt_updater *u, const work *w)
     int64_t  n;
     mt_span  span;
 
-    mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, -1, NULL);
+    mt_timeline_begin(u->cx->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, -1, NULL);
     memcpy(&hash[MT_ALIKE_NORM], &max_norm, sizeof max_norm);
     for (int i = 0; i < w->n; i++) {
         const job           *b = &w->jobs[i];
@@ -215,7 +208,7 @@ static mt_status measure_all(mt_updater *u, const work *w)
             int     use = to == NULL;
 
             if (!use && j->sumsq != NULL)
-                (void)j->sumsq(j->arg, u->pool, k, to, &use);
+                (void)j->sumsq(j->arg, u->cx->pool, k, to, &use);
             if (!use && !b->counted[k])
                 return uncounted(u, b);
             if (!use) {
@@ -244,7 +237,7 @@ static mt_status measure_all(mt_updater *u, const work *w)
 
             b->sums[k] = sums != NULL ? mt_offload_fold(u->grads, sums, n) : 0.0;
         }
-    mt_timeline_end(u->timeline, &span, 0, NULL);
+    mt_timeline_end(u->cx->timeline, &span, 0, NULL);
     return MT_OK;
 }
 
@@ -263,7 +256,7 @@ static mt_status weigh(mt_updater *u, const job *b, double *total, int *finite, 
         double sum = use ? b->sums[i] : 0;
 
         if (!use && j->sumsq != NULL)
-            sum = j->sumsq(j->arg, u->pool, i, NULL, &use);
+            sum = j->sumsq(j->arg, u->cx->pool, i, NULL, &use);
         if (!use)
             sum = mt_offload_sumsq(u->grads, j->unit, j->params[i]);
         if (!use && !b->counted[i]) {
@@ -284,7 +277,7 @@ static mt_status weigh_all(mt_updater *u, const work *w, result *r, float *clip)
     int      finite, known;
     mt_span  span;
 
-    mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, -1, NULL);
+    mt_timeline_begin(u->cx->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, -1, NULL);
     for (int i = 0; i < w->n; i++) {
         MT_DO(weigh(u, &w->jobs[i], &total, &finite, &known));
         if (!known)
@@ -298,7 +291,7 @@ static mt_status weigh_all(mt_updater *u, const work *w, result *r, float *clip)
         bits = mt_share_about(u->cx->share, MT_COUNT_NORMED, 0);
         memcpy(&total, &bits, sizeof total);
     }
-    mt_timeline_end(u->timeline, &span, 0, NULL);
+    mt_timeline_end(u->cx->timeline, &span, 0, NULL);
     r->norm = sqrt(total);
     r->skipped = isfinite(r->norm) ? 0 : w->n;
     r->normed = 1;
@@ -325,18 +318,18 @@ static mt_status run_job(mt_updater *u, job *b, float clip)
         return b->home->update(b->of, up);
     }
     /* The unit's weights are written here: copies that read them must be over. */
-    mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, b->up->j.unit, NULL);
+    mt_timeline_begin(u->cx->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, b->up->j.unit, NULL);
     MT_DO(mt_ledger_wait_grads(u->store, b->up->j.unit));
     MT_DO(mt_ledger_wait_fetch(u->store, b->up->j.unit));
-    mt_timeline_end(u->timeline, &span, 0, NULL);
+    mt_timeline_end(u->cx->timeline, &span, 0, NULL);
     begun = mt_now_ns();
-    mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_UPDATE, b->up->j.unit, NULL);
+    mt_timeline_begin(u->cx->timeline, &span, MT_LANE_HOST, MT_WORK_UPDATE, b->up->j.unit, NULL);
     mt_watch_begin(watch, &post, NULL, mt_store_name(u->store, b->up->j.unit),
                    "the pool, which computes its update");
-    st = b->up->j.run(b->up->j.arg, u->pool, clip);
+    st = b->up->j.run(b->up->j.arg, u->cx->pool, clip);
     mt_watch_end(watch, &post, st);
     MT_DO(st);
-    mt_timeline_end(u->timeline, &span, b->up->j.bytes, NULL);
+    mt_timeline_end(u->cx->timeline, &span, b->up->j.bytes, NULL);
     MT_HOLD(&u->mu);
     u->busy_ns += mt_now_ns() - begun;
     return MT_OK;
@@ -396,7 +389,7 @@ static mt_status carry_out(void *arg, mt_job *node)
     if (st == MT_OK && w->max_norm > 0)
         st = weigh_all(u, w, &r, &clip);
     if (st == MT_OK && u->cx->share != NULL) {
-        mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, -1, NULL);
+        mt_timeline_begin(u->cx->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, -1, NULL);
         /* CLEAR: nobody on any rank reads weights of these units as they are, but for saves, which
          * let go of each when it is copied. Of all before the first is written, since ranks may go
          * through them in other orders. */
@@ -406,7 +399,7 @@ static mt_status carry_out(void *arg, mt_job *node)
             mt_ledger_say(u->store, MT_COUNT_CLEAR, w->ticket, 0);
             st = mt_ledger_meet(u->store, MT_COUNT_CLEAR, w->ticket, 0);
         }
-        mt_timeline_end(u->timeline, &span, 0, NULL);
+        mt_timeline_end(u->cx->timeline, &span, 0, NULL);
     }
     st = run_all(u, w, st, clip, &r);
     if (st != MT_OK)
@@ -427,8 +420,7 @@ mt_status mt_update_open(const mt_context *cx, mt_offload *grads, mt_updater **o
     mt_updater *u MT_CLOSED(mt_update_close) = NULL;
 
     MT_DO(MT_MAKE(u, 1, "update"));
-    *u = (mt_updater){ .cx = cx, .store = cx->store, .grads = grads, .pool = cx->pool,
-                       .timeline = cx->timeline };
+    *u = (mt_updater){ .cx = cx, .store = cx->store, .grads = grads };
     mt_mutex_open(&u->mu, MT_RANK_UPDATE);
     MT_DO(mt_worker_open(&u->worker, &u->mu, 1, "mt-updater", "host update", carry_out, u));
     *out = MT_KEEP(u);

@@ -36,25 +36,19 @@ mt_watch_ask mt_watch_asks(mt_watch_ask ask)
 
 mt_status mt_watch_asked(uint64_t *asked_ns)
 {
-    uint64_t now;
+    uint64_t now = mt_now_ns(), before = *asked_ns;
 
-    if (asks == NULL)
-        return MT_OK;
-    now = mt_now_ns();
-    if (*asked_ns == 0)
-        *asked_ns = now;
-    if (now - *asked_ns < ASK_NS)
+    if (asks == NULL || (before > 0 && now - before < ASK_NS))
         return MT_OK;
     *asked_ns = now;
-    return asks() ? MT_FAIL(MT_EINTR, "interrupted while waiting") : MT_OK;
+    return before > 0 && asks() ? MT_FAIL(MT_EINTR, "interrupted while waiting") : MT_OK;
 }
 
 void mt_watch_open(mt_watch *w, void (*say)(const char *text))
 {
+    *w = (mt_watch){ .say = say };
     mt_mutex_open(&w->asking, MT_RANK_WATCH_ASKING);
     mt_mutex_open(&w->mu, MT_RANK_LEAF);
-    w->first = NULL;
-    w->say = say;
     mt_watch_limit(w, LIMIT_S);
     mt_watch_moved(w);
 }
@@ -80,7 +74,7 @@ void mt_watch_moved(mt_watch *w)
 
 /* ---- posts ------------------------------------------------------------------------------ */
 
-static const char compute[] = "compute";      /* the queue that computes, by its address */
+const char mt_compute[] = "compute";
 
 void mt_watch_put(mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits,
                   mt_event *e)
@@ -97,13 +91,7 @@ void mt_watch_put(mt_watch *w, mt_post *p, const char *queue, const char *unit, 
     p->unit = unit;
     p->awaits = awaits;
     p->event = e;
-    p->computes = queue == compute;
     p->since_ns = mt_now_ns();
-}
-
-void mt_watch_compute(mt_watch *w, mt_post *p, const char *unit, const char *awaits, mt_event *e)
-{
-    mt_watch_put(w, p, compute, unit, awaits, e);
 }
 
 static void take(mt_watch *w, mt_post *p)
@@ -167,7 +155,7 @@ static int next_longest(mt_watch *w, seen *s)
         s->at = found;
         s->since_ns = found->since_ns;
         s->event = found->event;
-        s->computes = found->computes;
+        s->computes = found->queue == mt_compute;
         snprintf(s->text, sizeof s->text, "%s%s%s waits for %s", found->queue,
                  found->unit != NULL ? ", unit " : "", found->unit != NULL ? found->unit : "",
                  found->awaits);

@@ -22,12 +22,10 @@
  *     st = dev->ops->sync_event(e);
  *     mt_watch_end(w, &post, st);
  *
- *     // one that the watchdog can
- *     st = MT_UNTIL(w, &changed, &mu, slot->issued >= n, "layers.0", "...");
+ *     st = MT_UNTIL(w, &changed, &mu, issued >= n, "layers.0", "...");  // the watchdog can end it
  *
- *     // a queue was given something, with e behind it
- *     mt_watch_put(w, &post, "h2d", "layers.0", "...", e);
- *     mt_watch_compute(w, &post, "layers.0", "...", e);    // and the one that computes
+ *     mt_watch_put(w, &post, "h2d", "layers.0", "...", e);         // a queue has work, e behind it
+ *     mt_watch_put(w, &post, mt_compute, "layers.0", "...", e);    // and the one that computes
  *
  * Threads: any. A post is one thread's at a time. The device is asked under `asking`, never under
  *          mu: who makes a list holds it, and who closes an event that is in one.
@@ -46,7 +44,6 @@ typedef struct mt_post {
                                               * done. NULL: a thread waits */
     int             patient;                 /* what it waits for may take any time, and shows
                                               * nothing. Written by who has the post */
-    int             computes;                /* the event is on the queue that computes */
     uint64_t        since_ns;                /* 0: not in the list */
     struct mt_post *next, *before;
 } mt_post;
@@ -118,12 +115,12 @@ mt_status mt_watch_sync (mt_watch *w, mt_event *e, const char *unit, const char 
  * millisecond: not where every wait is one for the step's end. */
 mt_status mt_watch_event(mt_watch *w, mt_event *e, const char *unit, const char *awaits);
 
-/* A post that is in the list already is the new unit's from now on. */
+/* A post that is in the list already is the new unit's from now on. queue mt_compute: the one that
+ * computes. One thread at a time, in the order in which events were recorded there: of all such
+ * posts a list has the first. */
+extern const char mt_compute[];
 void mt_watch_put (mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits,
                    mt_event *e);
-/* The same, of the queue that computes. One thread at a time, in the order in which events were
- * recorded there: of all such posts a list has the first. */
-void mt_watch_compute(mt_watch *w, mt_post *p, const char *unit, const char *awaits, mt_event *e);
 /* Before the post's event is closed; a post that is not in the list is fine. */
 void mt_watch_take(mt_watch *w, mt_post *p);
 

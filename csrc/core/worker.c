@@ -45,15 +45,10 @@ mt_status mt_worker_open(mt_worker *w, mt_mutex *mu, int n_threads, const char *
     int       error = 0;
     mt_status st;
 
+    *w = (mt_worker){ .mu = mu, .last = &w->first, .run = run, .arg = arg, .name = name,
+                      .lane = lane, .forks = mt_forks() };
     MT_DO(mt_watch_cond(&w->news));
     pthread_cond_init(&w->more, NULL);
-    w->mu = mu;
-    w->last = &w->first;
-    w->run = run;
-    w->arg = arg;
-    w->name = name;
-    w->lane = lane;
-    w->forks = mt_forks();
     w->opened = 1;
     if ((st = MT_MAKE(w->threads, n_threads, name)) == MT_OK)
         while (w->n_threads < n_threads &&

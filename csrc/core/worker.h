@@ -14,9 +14,7 @@
  *     static mt_status copy_one(void *arg, mt_job *job);           // under mu: lets go of it
  *
  *     mt_worker_open(&r->worker, &r->mu, 1, "mt-copier", "h2d", copy_one, r);
- *     mt_lock(&r->mu);
- *     number = mt_worker_submit(&r->worker, &mine->job);
- *     mt_unlock(&r->mu);
+ *     number = MT_LOCKED(&r->mu, mt_worker_submit(&r->worker, &mine->job));
  *     ...
  *     mt_worker_wait(&r->worker, watch, number, NULL, "a copy");   // or MT_WORKER_ALL
  *     mt_worker_close(&r->worker);
@@ -59,8 +57,8 @@ typedef struct mt_worker {
 
 #define MT_WORKER_ALL UINT64_MAX     /* that were submitted when the wait begins */
 
-/* *w is zero before, and closed after a failure. name: of its threads, 15 characters; lane: whose
- * waits theirs are (watch.h). Both are literals. */
+/* After a failure *w is closed, and may be opened again. name: of its threads, 15 characters; lane:
+ * whose waits theirs are (watch.h). Both are literals. */
 mt_status mt_worker_open (mt_worker *w, mt_mutex *mu, int n_threads, const char *name,
                           const char *lane, mt_worker_fn run, void *arg);
 /* Runs what is in the list, or, with drop, none of it; returns when our threads are over. News and

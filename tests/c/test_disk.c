@@ -74,7 +74,7 @@ static void open_disk(world *w, int n_buffers, int weights)
                          n_buffers, BUFFER, &w->disk));
     for (int u = 0; u < UNITS; u++)
         REQUIRE_OK(mt_disk_add(w->disk, u, weights));
-    REQUIRE_OK(mt_file_reserve(w->file, mt_disk_need(w->disk)));
+    REQUIRE_OK(mt_file_reserve(w->file, mt_disk_stats_get(w->disk).need_bytes));
 }
 
 static void open_store(world *w, int delay_us, int dawdle_us)
@@ -301,7 +301,8 @@ TEST(pieces_are_read_ahead_before_anybody_asks)
     uint64_t once, twice;
 
     WORLD(w, 4, 0);
-    once = mt_disk_need(w.disk);  /* the first step's pieces were never written, and are not read */
+    /* The first step's pieces were never written, and are not read. */
+    once = mt_disk_stats_get(w.disk).need_bytes;
     twice = 2 * once;
     step(&w, 0);
     step(&w, 0);
@@ -484,7 +485,7 @@ TEST(a_changed_byte_names_its_unit_and_plane)
     CHECK_OK(mt_mirror_bring(w.store, 2, 1u << MT_PLANE_M));                   /* all is written */
     int fd = open(scratch_of(w.dir), O_RDWR);
     REQUIRE(fd >= 0);
-    CHECK_EQ(pwrite(fd, &bad, 1, (off_t)mt_disk_need(w.disk) - 5000), 1);
+    CHECK_EQ(pwrite(fd, &bad, 1, (off_t)mt_disk_stats_get(w.disk).need_bytes - 5000), 1);
     close(fd);
     CHECK_EQ(mt_mirror_bring(w.store, 2, 1u << MT_PLANE_V), MT_EDISK);
     /* The piece is one block: anything in it may be what changed. */

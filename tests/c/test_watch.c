@@ -223,7 +223,7 @@ static void computing_open(computing *c)
     c->e = (mt_event){ &c->dev };
     waited_open(&c->a, 0.02, 100000);
     c->a.w.say = hear;
-    mt_watch_compute(&c->a.w, &c->post, "layers.3", "its kernels", &c->e);
+    mt_watch_put(&c->a.w, &c->post, mt_compute, "layers.3", "its kernels", &c->e);
 }
 
 static void computing_close(computing *c)
@@ -309,7 +309,7 @@ TEST(of_compute_the_first_alone_is_told)
 
     COMPUTING(c);
     mt_watch_put(&c.a.w, &copy, "h2d", "layers.5", "copies", &c.e);
-    mt_watch_compute(&c.a.w, &next, "layers.4", "its kernels", &c.e);
+    mt_watch_put(&c.a.w, &next, mt_compute, "layers.4", "its kernels", &c.e);
     mt_watch_tell(&c.a.w, text, sizeof text);
     CHECK_HAS(text, "compute, unit layers.3 waits for its kernels, since ");
     CHECK_HAS(text, "; h2d, unit layers.5 waits for copies");
