@@ -183,8 +183,8 @@ TEST(arena_gives_its_memory_back_closed_or_refused)
     enum { BYTES = 32 << 20 };
     mt_arena a = {0};
 
-    REQUIRE_OK(mt_dev_cpu_open(&cpu));
-    mt_dev *d = fault_dev(cpu, 1, FAULT_ONCE);
+    CPU(real);
+    mt_dev *d = fault_dev(real, 1, FAULT_ONCE);
     long before = pages_mapped();
     CHECK_EQ(mt_arena_open(&a, BYTES, NULL, d, "test", 0), MT_EDEVICE);
     CHECK(a.base == NULL);
@@ -194,7 +194,6 @@ TEST(arena_gives_its_memory_back_closed_or_refused)
     CHECK_EQ(fault_live(d), 0);
     CHECK(pages_mapped() - before < BYTES / sysconf(_SC_PAGESIZE));
     d->ops->close(d);
-    cpu->ops->close(cpu);
 }
 
 static long in_memory(const mt_arena *a, unsigned char *in)
@@ -210,14 +209,13 @@ static long in_memory(const mt_arena *a, unsigned char *in)
 TEST(reserved_arena_is_no_memory_until_it_is_committed)
 {
     enum { BYTES = 40 << 20 };
-    mt_arena       a = {0};
-    unsigned char *in;
-    long           all = BYTES / sysconf(_SC_PAGESIZE);
+    mt_arena a = {0};
+    long     all = BYTES / sysconf(_SC_PAGESIZE);
+    FREED unsigned char *in = malloc((size_t)all + 1);
 
-    REQUIRE_OK(mt_dev_cpu_open(&cpu));
-    mt_dev *d = fault_dev(cpu, 1, FAULT_ONCE);
-    REQUIRE_OK(mt_pool_open(2, &pool));
-    REQUIRE((in = malloc((size_t)all + 1)) != NULL);
+    CPU(real);
+    mt_dev *d = fault_dev(real, 1, FAULT_ONCE);
+    REQUIRE(in != NULL && mt_pool_open(2, &pool) == MT_OK);
     CHECK_OK(mt_arena_reserve(&a, BYTES, NULL, 0, "test", 0));
     CHECK_EQ(in_memory(&a, in), 0);
     ((char *)a.base)[0] = 7;                    /* what somebody wrote stays */
@@ -234,10 +232,8 @@ TEST(reserved_arena_is_no_memory_until_it_is_committed)
     CHECK_EQ(((char *)a.base)[BYTES - 1], 8);
     mt_arena_close(&a);
     CHECK_EQ(fault_live(d), 0);
-    free(in);
     mt_pool_close(pool);
     d->ops->close(d);
-    cpu->ops->close(cpu);
 }
 
 static char *device_at(int unit, int param, mt_plane plane)
