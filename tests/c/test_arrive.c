@@ -279,15 +279,14 @@ static float given_while_written(unsigned skip)
 /* Copies up are slow, since they wait for run: what the update finds. */
 static float read_while_lifted(unsigned skip)
 {
-    slow  w, r;
     float idle;
 
     HOTEL(h, skip);
     moment(&h)[0] = 1;
-    w = (slow){ &idle, 9 };
+    slow w = { &idle, 9 };
     CHECK_OK(h.dev->ops->call(h.run, write_late, &w));
     CHECK_OK(lift(&h));
-    r = (slow){ up(&h), 0 };
+    slow r = { up(&h), 0 };
     CHECK_OK(before(&h, h.other));
     CHECK_OK(h.dev->ops->call(h.other, read_now, &r));
     CHECK_OK(h.dev->ops->sync(h.other));

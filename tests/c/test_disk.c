@@ -297,11 +297,9 @@ static void read_as_far_as_it_goes(world *w)
 
 TEST(pieces_are_read_ahead_before_anybody_asks)
 {
-    uint64_t once, twice;
-
     WORLD(w, 4, 0);
-    once = mt_disk_need(w.disk);  /* the first step's pieces were never written, and are not read */
-    twice = 2 * once;
+    /* the first step's pieces were never written, and are not read */
+    uint64_t once = mt_disk_need(w.disk), twice = 2 * once;
     step(&w, 0);
     step(&w, 0);
     for (int i = 0; i < 20000 && (mt_disk_stats_get(w.disk).read_bytes < once + 2 * BUFFER ||
@@ -531,8 +529,7 @@ TEST(close_finishes_what_was_put_and_weights_wait_for_their_copies)
 /* A drive that answers no more: the request is named, and ends the updates that wait for it. */
 TEST(a_stalled_drive_is_named)
 {
-    errand    e = { .params = all, .n = PARAMS, .unit = 0, .fail = 99 };
-    mt_status st;
+    errand e = { .params = all, .n = PARAMS, .unit = 0, .fail = 99 };
 
     WORLD(w, 1, 0);
     step(&w, 0);
@@ -544,7 +541,7 @@ TEST(a_stalled_drive_is_named)
     CHECK_EQ(mt_ledger_wait_updates(w.store, 0), MT_ESTUCK);
     CHECK_SAYS("disk, unit first waits for a piece to be read (READ), since ");
     atomic_store(&disk.stalled, 0);
-    st = mt_home_disk.drain(w.disk);          /* a fault, if the updates' own wait ended too */
+    mt_status st = mt_home_disk.drain(w.disk);  /* a fault, if the updates' own wait ended too */
     CHECK(st == MT_OK || st == MT_ESTUCK);
     CHECK_EQ(e.over, 1);
 }
@@ -847,7 +844,6 @@ TEST(what_is_not_trained_is_read_by_fetches_alone)
 {
     mt_param_desc    d[3] = { { MT_F32, 30000, 0 }, { MT_F32, 500, 1 }, { MT_F32, 30000, 0 } };
     static const int second = 1;
-    mt_disk_stats    before, now;
 
     FED(w, 2, 0, 0);
     mt_feed_close(w.cx.feed);
@@ -855,11 +851,11 @@ TEST(what_is_not_trained_is_read_by_fetches_alone)
     CHECK_OK(mt_disk_add(w.disk, unit, 1));
     REQUIRE_OK(mt_feed_open(w.cx.disk, 0));
     CHECK_OK(mt_mirror_push(w.store, unit, -1, 1u << MT_PLANE_HI));
-    before = mt_disk_stats_get(w.disk);
+    mt_disk_stats before = mt_disk_stats_get(w.disk);
     run_errand(&w, &second, 1, unit, 1);
     /* Waits for what is written of it. */
     CHECK_OK(mt_mirror_bring(w.store, unit, 1u << MT_PLANE_M));
-    now = mt_disk_stats_get(w.disk);
+    mt_disk_stats now = mt_disk_stats_get(w.disk);
     /* 500 weights, 1,000 moments */
     CHECK_EQ(now.written_bytes - before.written_bytes, 2 * MT_BLOCK_ALIGN);
     for (int step = 2; step <= 3; step++)

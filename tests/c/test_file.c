@@ -340,9 +340,8 @@ TEST(the_nth_failing_transfer_is_told)
 FILE_TEST(a_full_disk_is_known_before_and_a_limit_holds)
 {
     uint64_t at;
-    mt_file *f;
 
-    f = opened(NO_SPACE, 1, 0);                 /* the first is the page that direct is tried on */
+    mt_file *f = opened(NO_SPACE, 1, 0);     /* the first is the page that direct is tried on */
     CHECK_FAILS(mt_file_reserve(f, 8 * BLOCK), MT_EDISK, here);
     CHECK_SAYS(strerror(ENOSPC));
     CHECK_SAYS("are free");

@@ -170,11 +170,9 @@ TEST(acquire_refuses_a_unit_that_fits_no_slot)
 
 TEST(a_recorded_step_demands_nothing_again)
 {
-    mt_stream_stats first, after;
-
     RIG(r, 3, 0, 0);
     step(&r);
-    first = mt_stream_stats_get(r.s);
+    mt_stream_stats first = mt_stream_stats_get(r.s);
     CHECK(first.demand_fetches >= UNITS);
     CHECK_EQ(first.rebuilds, 0);
     CHECK(mt_stream_schedule(r.s) == NULL);
@@ -183,7 +181,7 @@ TEST(a_recorded_step_demands_nothing_again)
             mt_ledger_touch(r.t.store, u);
         step(&r);
     }
-    after = mt_stream_stats_get(r.s);
+    mt_stream_stats after = mt_stream_stats_get(r.s);
     CHECK_EQ(after.demand_fetches, first.demand_fetches);
     CHECK_EQ(after.rebuilds, 1);
     CHECK(after.fetches > first.fetches);
@@ -264,16 +262,14 @@ TEST(consecutive_acquires_of_a_unit_are_one_compute)
 
 TEST(kick_asks_for_the_start_of_the_next_step)
 {
-    mt_stream_stats before, kicked;
-
     RIG(r, 3, 0, 0);
     step(&r);
     step(&r);
     for (int u = 0; u < UNITS; u++)
         rewrite(&r, u, 7.0f);
-    before = mt_stream_stats_get(r.s);
+    mt_stream_stats before = mt_stream_stats_get(r.s);
     CHECK_OK(mt_stream_kick(r.s, r.t.run));
-    kicked = mt_stream_stats_get(r.s);
+    mt_stream_stats kicked = mt_stream_stats_get(r.s);
     CHECK(kicked.fetches > before.fetches);
     CHECK_OK(mt_stream_kick(r.s, r.t.run));
     CHECK_EQ(mt_stream_stats_get(r.s).fetches, kicked.fetches);
@@ -478,11 +474,9 @@ TEST(units_are_cut_before_the_first_fetch_and_none_is_added_behind)
 TEST(a_held_slot_keeps_its_bytes_and_gets_other_memory)
 {
     int   k = -1;
-    void *mem, *first;
 
     RIG(r, 1, 0, 0);
-    mem = window(&r, 0, &k);
-    first = r.slots[k].mem;
+    void *mem = window(&r, 0, &k), *first = r.slots[k].mem;
     r.held[k] = 1;
     visit(&r, 1);
     visit(&r, 2);
