@@ -279,15 +279,14 @@ static float given_while_written(unsigned skip)
 /* Copies up are slow, since they wait for run: what the update finds. */
 static float read_while_lifted(unsigned skip)
 {
-    slow  w, r;
     float idle;
 
     HOTEL(h, skip);
     moment(&h)[0] = 1;
-    w = (slow){ &idle, 9 };
+    slow w = { &idle, 9 };
     CHECK_OK(h.dev->ops->call(h.run, write_late, &w));
     CHECK_OK(lift(&h));
-    r = (slow){ up(&h), 0 };
+    slow r = { up(&h), 0 };
     CHECK_OK(before(&h, h.other));
     CHECK_OK(h.dev->ops->call(h.other, read_now, &r));
     CHECK_OK(h.dev->ops->sync(h.other));
@@ -353,8 +352,7 @@ TEST(a_stay_neither_begins_nor_ends_while_an_update_is_announced)
     mt_ledger_update_begin(h.store, 0);
     pthread_t thread = thread_start(lift_main, &h);
     sleep_ms(5);
-    uint64_t copied = mt_resident_stats_get(h.r).h2d_bytes;
-    CHECK_EQ(copied, 0);
+    CHECK_EQ(mt_resident_stats_get(h.r).h2d_bytes, 0);
     mt_ledger_update_end(h.store, 0);
     thread_join(thread);
     CHECK_OK(mt__arrive_drain(h.r));

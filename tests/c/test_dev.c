@@ -82,11 +82,9 @@ static int query(rig *r, mt_event *e)
 
 static void on_cpu(void (*test)(mt_dev *d))
 {
-    mt_dev *d = cpu_open();
-
+    CPU(d);
     CHECK_STR(d->ops->name, "cpu");
     test(d);
-    d->ops->close(d);
 }
 
 static void on_delayed(void (*test)(mt_dev *d))
@@ -98,13 +96,11 @@ static void on_delayed(void (*test)(mt_dev *d))
 
 static void on_counted(void (*test)(mt_dev *d))
 {
-    mt_dev *cpu = cpu_open();
+    CPU(cpu);
     mt_dev *d = fault_dev(cpu, 0, FAULT_ONCE);
-
     test(d);
     CHECK_EQ(fault_live(d), 0);
     d->ops->close(d);
-    cpu->ops->close(cpu);
 }
 
 static void on_cuda(void (*test)(mt_dev *d))
@@ -395,17 +391,14 @@ static void *open_late(void *arg)
 
 DEVICE_TEST(host_wait_ignores_later_record_in_a_faster_queue)
 {
-    rig  r;
+    RIG(r, d);
     late l = { .r = &r };
-
-    rig_open(&r, d);
     shut(&r, r.a);
     CHECK_OK(d->ops->record(r.a, r.e));
     pthread_t thread = thread_start(open_late, &l);
     CHECK_OK(d->ops->sync_event(r.e));
     CHECK_EQ(atomic_load(&l.opened), 1);
     thread_join(thread);
-    rig_close(&r);
 }
 
 DEVICE_TEST(event_may_be_closed_while_a_queue_waits_for_it)
@@ -443,12 +436,11 @@ DEVICE_TEST(event_of_a_closed_queue_is_done)
 
 DEVICE_TEST(adopted_queue_copies_calls_and_outlives_its_wrapper)
 {
-    mt_queue *q;
-    int       n = 0;
+    int n = 0;
 
     RIG(r, d);
     for (int lap = 1; lap <= 2; lap++) {
-        REQUIRE_OK(d->ops->queue_adopt(d, 0, &q));
+        OPENED(mt_queue, q, d->ops->queue_adopt(d, 0, &q));
         CHECK_EQ(d->ops->handle(q), 0);
         copy_int(&r, q, r.mem, &r.host[lap]);
         copy_int(&r, q, &r.host[0], r.mem);
@@ -458,7 +450,6 @@ DEVICE_TEST(adopted_queue_copies_calls_and_outlives_its_wrapper)
         CHECK_EQ(r.host[0], lap);
         CHECK_EQ(n, lap);
         CHECK_OK(d->ops->sync(q));
-        d->ops->queue_close(q);
     }
 }
 
@@ -484,18 +475,15 @@ DEVICE_TEST(adopted_queue_waits_and_is_waited_for)
  * to ask. */
 DEVICE_TEST(adopted_handle_is_the_same_queue)
 {
-    mt_queue *same;
-
     RIG(r, d);
     if (d->ops->handle(r.a) != 0) {
-        REQUIRE_OK(d->ops->queue_adopt(d, d->ops->handle(r.a), &same));
+        OPENED(mt_queue, same, d->ops->queue_adopt(d, d->ops->handle(r.a), &same));
         shut(&r, r.a);
         CHECK_OK(d->ops->record(same, r.e));
         usleep(20000);
         CHECK_EQ(query(&r, r.e), 0);
         (void)sem_post(&r.gate);
         CHECK_OK(d->ops->sync_event(r.e));
-        d->ops->queue_close(same);
     }
 }
 
@@ -542,11 +530,10 @@ static void fill_slots(relay *y)
 
 DEVICE_TEST(two_threads_hand_slots_back_and_forth)
 {
-    rig   r;
-    relay y = { .r = &r };
-    int   lost = 0;
+    int lost = 0;
 
-    rig_open(&r, d);
+    RIG(r, d);
+    relay y = { .r = &r };
     REQUIRE(sem_init(&y.filled, 0, 0) == 0 && sem_init(&y.emptied, 0, 0) == 0);
     for (int i = 0; i < SLOTS; i++) {
         REQUIRE_OK(d->ops->event_open(d, &y.ready[i]));
@@ -563,7 +550,6 @@ DEVICE_TEST(two_threads_hand_slots_back_and_forth)
         d->ops->event_close(y.ready[i]);
         d->ops->event_close(y.freed[i]);
     }
-    rig_close(&r);
 }
 
 /* ---- stamps ----------------------------------------------------------------------------- */
@@ -627,37 +613,29 @@ DEVICE_TEST(stamps_of_a_queue_are_in_its_order)
 
 TEST(cpu_adopts_the_calling_thread_and_nothing_else)
 {
-    mt_dev   *d = cpu_open();
-    mt_queue *q = NULL;
+    mt_queue *none = NULL;
     int       from = 1, to = 0;
 
-    CHECK_FAILS(d->ops->queue_adopt(d, 0x7f00, &q), MT_EINVAL, "0x7f00");
-    CHECK(q == NULL);
-    REQUIRE_OK(d->ops->queue_adopt(d, 0, &q));
+    CPU(d);
+    CHECK_FAILS(d->ops->queue_adopt(d, 0x7f00, &none), MT_EINVAL, "0x7f00");
+    CHECK(none == NULL);
+    OPENED(mt_queue, q, d->ops->queue_adopt(d, 0, &q));
     CHECK_OK(d->ops->copy(q, &to, &from, sizeof to));
     CHECK_EQ(to, 1);                         /* now, not later */
-    d->ops->queue_close(q);
-    d->ops->close(d);
 }
 
 TEST(cpu_adopted_wait_blocks_the_caller)
 {
-    mt_dev   *d = cpu_open();
-    mt_queue *q;
-    rig       r;
-    late      l = { .r = &r };
-
-    rig_open(&r, d);
-    REQUIRE_OK(d->ops->queue_adopt(d, 0, &q));
+    CPU(d);
+    RIG(r, d);
+    late l = { .r = &r };
+    OPENED(mt_queue, q, d->ops->queue_adopt(d, 0, &q));
     shut(&r, r.a);
     CHECK_OK(d->ops->record(r.a, r.e));
     pthread_t thread = thread_start(open_late, &l);
     CHECK_OK(d->ops->wait(q, r.e));
     CHECK_EQ(atomic_load(&l.opened), 1);
     thread_join(thread);
-    d->ops->queue_close(q);
-    rig_close(&r);
-    d->ops->close(d);
 }
 
 /* ---- the fault device ------------------------------------------------------------------- */
@@ -690,8 +668,8 @@ fail:
 TEST(nth_call_fails_and_nothing_stays_open)
 {
     enum { CALLS = 9 };              /* in use_everything */
-    mt_dev *cpu = cpu_open();
 
+    CPU(cpu);
     for (int n = 1; n <= CALLS + 1; n++) {
         mt_dev *d = fault_dev(cpu, n, FAULT_ONCE);
 
@@ -704,7 +682,6 @@ TEST(nth_call_fails_and_nothing_stays_open)
         d->ops->close(d);
     }
     CHECK_SAYS("injected: call 9 (sync)");
-    cpu->ops->close(cpu);
 }
 
 /* ---- cuda only -------------------------------------------------------------------------- */

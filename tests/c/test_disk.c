@@ -199,14 +199,13 @@ static mt_status update(world *w, int u, const int *params, int n, int fail)
     return st != MT_OK ? st : ended;
 }
 
-/* One by one of a unit that is none of the three; how many pieces it was. */
-static int run_errand(world *w, const int *params, int n, int unit, int number)
+/* One by one of a unit that is none of the three. */
+static void run_errand(world *w, const int *params, int n, int unit, int number)
 {
     errand e = { .w = w, .params = params, .n = n, .unit = unit, .step = number };
 
     CHECK_OK(put(w, &e));
     CHECK_OK(over(w, &e));
-    return e.calls;
 }
 
 static const int all[PARAMS] = { 0, 1, 2, 3 };
@@ -298,12 +297,10 @@ static void read_as_far_as_it_goes(world *w)
 
 TEST(pieces_are_read_ahead_before_anybody_asks)
 {
-    uint64_t once, twice;
-
     WORLD(w, 4, 0);
-    /* The first step's pieces were never written, and are not read. */
-    once = mt_disk_stats_get(w.disk).need_bytes;
-    twice = 2 * once;
+    /* the first step's pieces were never written, and are not read */
+    uint64_t once = mt_disk_stats_get(w.disk).need_bytes, twice = 2 * once;
+
     step(&w, 0);
     step(&w, 0);
     for (int i = 0; i < 20000 && (mt_disk_stats_get(w.disk).read_bytes < once + 2 * BUFFER ||
@@ -364,22 +361,17 @@ static void *serve_all_states(void *arg)
 
 TEST(close_waits_for_who_is_served)
 {
-    pthread_t thread;
-    world     w;
-    int       reads;
-
     for (int i = 0; i < 5; i++) {
-        open_world(&w, 1, 0);
+        WORLD(w, 1, 0);
         step(&w, 0);
         read_as_far_as_it_goes(&w);      /* of what comes next: it counts as a read, too */
         atomic_store(&disk.dawdle_us, 5000);
-        reads = atomic_load(&disk.reads);
-        thread = thread_start(serve_all_states, &w);
+        int reads = atomic_load(&disk.reads);
+        pthread_t thread = thread_start(serve_all_states, &w);
         UNTIL(atomic_load(&disk.reads) != reads);
         mt_disk_close(w.disk);
         thread_join(thread);
         w.disk = NULL;
-        close_world(&w);
     }
 }
 
@@ -404,10 +396,8 @@ TEST(nothing_is_written_while_it_is_read_for_nobody)
 /* One parameter's plane changes; what was read ahead of it is not used, and its neighbours stay. */
 TEST(what_is_pushed_is_what_the_next_update_reads)
 {
-    world w;
-
     for (int n_buffers = 1; n_buffers < 12; n_buffers += 5) {
-        open_world(&w, n_buffers, 300);
+        WORLD(w, n_buffers, 300);
         /* before the first update: zeros */
         CHECK_OK(mt_mirror_push(w.store, 2, 2, 1u << MT_PLANE_M));
         step(&w, 0);
@@ -421,7 +411,6 @@ TEST(what_is_pushed_is_what_the_next_update_reads)
         step(&w, 0);
         check(&w);
         CHECK_FAILS(mt_mirror_push(w.store, 0, PARAMS, 1u << MT_PLANE_V), MT_EINVAL, "first");
-        close_world(&w);
     }
 }
 
@@ -541,8 +530,7 @@ TEST(close_finishes_what_was_put_and_weights_wait_for_their_copies)
 /* A drive that answers no more: the request is named, and ends the updates that wait for it. */
 TEST(a_stalled_drive_is_named)
 {
-    errand    e = { .params = all, .n = PARAMS, .unit = 0, .fail = 99 };
-    mt_status st;
+    errand e = { .params = all, .n = PARAMS, .unit = 0, .fail = 99 };
 
     WORLD(w, 1, 0);
     step(&w, 0);
@@ -554,7 +542,7 @@ TEST(a_stalled_drive_is_named)
     CHECK_EQ(mt_ledger_wait_updates(w.store, 0), MT_ESTUCK);
     CHECK_SAYS("disk, unit first waits for a piece to be read (READ), since ");
     atomic_store(&disk.stalled, 0);
-    st = mt_home_disk.drain(w.disk);          /* a fault, if the updates' own wait ended too */
+    mt_status st = mt_home_disk.drain(w.disk);  /* a fault, if the updates' own wait ended too */
     CHECK(st == MT_OK || st == MT_ESTUCK);
     CHECK_EQ(e.over, 1);
 }
@@ -833,10 +821,8 @@ static void *keep_fetching(void *arg)
  * none reads what is being written. */
 TEST(weights_are_written_from_outside_while_they_are_fetched)
 {
-    world w;
-    deed  m = { .w = &w, .unit = 1 };
-
-    open_fed(&w, 3, 300, 0);
+    FED(w, 3, 300, 0);
+    deed m = { .w = &w, .unit = 1 };
     step_and_fetch(&w, 0);
     pthread_t thread = thread_start(keep_fetching, &m);
     for (int i = 0; i < 8; i++)
@@ -852,7 +838,6 @@ TEST(weights_are_written_from_outside_while_they_are_fetched)
     step_and_fetch(&w, 0);
     check(&w);
     CHECK_OK(mt_ledger_check(w.store));
-    close_world(&w);
 }
 
 /* LoRA: large weights that are not trained, small ones between them that are. */
@@ -860,7 +845,6 @@ TEST(what_is_not_trained_is_read_by_fetches_alone)
 {
     mt_param_desc    d[3] = { { MT_F32, 30000, 0 }, { MT_F32, 500, 1 }, { MT_F32, 30000, 0 } };
     static const int second = 1;
-    mt_disk_stats    before, now;
 
     FED(w, 2, 0, 0);
     mt_feed_close(w.cx.feed);
@@ -868,16 +852,15 @@ TEST(what_is_not_trained_is_read_by_fetches_alone)
     CHECK_OK(mt_disk_add(w.disk, unit, 1));
     REQUIRE_OK(mt_feed_open(w.cx.disk, 0));
     CHECK_OK(mt_mirror_push(w.store, unit, -1, 1u << MT_PLANE_HI));
-    before = mt_disk_stats_get(w.disk);
-    (void)run_errand(&w, &second, 1, unit, 1);
+    mt_disk_stats before = mt_disk_stats_get(w.disk);
+    run_errand(&w, &second, 1, unit, 1);
     /* Waits for what is written of it. */
     CHECK_OK(mt_mirror_bring(w.store, unit, 1u << MT_PLANE_M));
-    now = mt_disk_stats_get(w.disk);
+    mt_disk_stats now = mt_disk_stats_get(w.disk);
     /* 500 weights, 1,000 moments */
     CHECK_EQ(now.written_bytes - before.written_bytes, 2 * MT_BLOCK_ALIGN);
-    for (int step = 2; step <= 3; step++) {
-        (void)run_errand(&w, &second, 1, unit, step);
-    }
+    for (int step = 2; step <= 3; step++)
+        run_errand(&w, &second, 1, unit, step);
     read_as_far_as_it_goes(&w);          /* ahead too, for a fourth */
     /* What was read ahead when M was brought may have been read again,
      * but nothing of what is frozen was. */
@@ -968,10 +951,9 @@ TEST(who_is_at_a_unit_waits_for_nobody_at_another)
     for (int push = 0; push < 2; push++) {
         atomic_int *held = push ? &disk.hold_write : &disk.hold_read;
         int         rounds = 0;
-        world       w;
-        deed        v = { .w = &w, .push = push };
 
-        open_world(&w, 1, 0);
+        WORLD(w, 1, 0);
+        deed v = { .w = &w, .push = push };
         step(&w, 0);
         step(&w, 0);
         read_as_far_as_it_goes(&w);
@@ -997,6 +979,5 @@ TEST(who_is_at_a_unit_waits_for_nobody_at_another)
         CHECK_OK(v.st);
         CHECK_EQ(mt_disk_stats_get(w.disk).buffer_bytes, 3 * BUFFER);    /* of two visitors */
         check(&w);
-        close_world(&w);
     }
 }

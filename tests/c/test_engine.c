@@ -979,8 +979,7 @@ static void the_device_does_not_wait_for_the_host(unsigned settled, unsigned thr
                                    .compute = compute_update, .arg = &r };
     CHECK_OK(mt_update_submit(e.u, jobs, UNITS, 1.0, e.t.run, &ticket));
     CHECK_OK(mt_update_drain(e.u));
-    int late = atomic_load(&r.late);
-    CHECK_EQ(late, 0);
+    CHECK_EQ(atomic_load(&r.late), 0);
 }
 
 TEST(settled_units_do_not_wait_for_the_hosts)
@@ -1031,8 +1030,7 @@ TEST(a_failing_job_of_a_unit_that_goes_through_ends_those_behind_it)
                                    .compute = compute_update, .arg = &r };
     CHECK_OK(mt_update_submit(e.u, jobs, 2, 1.0, e.t.run, &ticket));
     CHECK_FAILS(mt_update_drain(e.u), MT_EDEVICE, "no gradient");
-    int later = atomic_load(&r.put);
-    CHECK_EQ(later, 0);
+    CHECK_EQ(atomic_load(&r.put), 0);
 }
 
 TEST(buffers_that_hold_nothing_are_refused)

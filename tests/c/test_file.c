@@ -199,6 +199,9 @@ static mt_file *opened(wrong what, int left, uint64_t limit)
     return f;
 }
 
+CLOSES(mt_file, mt_file_close(*x))
+#define OPENED_FILE(f, ...) CLOSED_BY(mt_file_done) mt_file *f = opened(__VA_ARGS__)
+
 /* ---- tests ------------------------------------------------------------------------------- */
 
 TEST(a_changed_byte_changes_the_sum)
@@ -274,7 +277,7 @@ FILE_TEST(what_was_never_written_is_zero_and_not_read)
     moved    m;
 
     FREED char *p = memory(2 * BLOCK);
-    mt_file *f = opened(NOTHING, 0, 0);
+    OPENED_FILE(f, NOTHING, 0, 0);
     CHECK_OK(mt_file_blocks(f)->ops->take(mt_file_blocks(f), 2 * BLOCK, &at));
     CHECK_OK(now(f, &m, 1, at, p, BLOCK, sums));
     CHECK_OK(now(f, &m, 0, at, p, 2 * BLOCK, sums));
@@ -282,18 +285,16 @@ FILE_TEST(what_was_never_written_is_zero_and_not_read)
     CHECK_EQ(p[BLOCK], 0);
     CHECK_EQ(p[2 * BLOCK - 1], 0);
     CHECK_EQ(mt_file_stats_get(f).read_bytes, BLOCK);
-    mt_file_close(f);
 }
 
 FILE_TEST(a_flipped_byte_and_a_cut_file_are_told_by_path_and_offset)
 {
     uint64_t sums[3] = { 0 }, at;
     moved    m;
-    char    *p, bad = 0x55;
-    mt_file *f;
+    char     bad = 0x55;
 
-    p = memory(3 * BLOCK);
-    f = opened(SOFT, 0, 0);                         /* through the page cache, as the change is */
+    FREED char *p = memory(3 * BLOCK);
+    OPENED_FILE(f, SOFT, 0, 0);                     /* through the page cache, as the change is */
     CHECK_OK(mt_file_blocks(f)->ops->take(mt_file_blocks(f), 3 * BLOCK, &at));
     CHECK_OK(now(f, &m, 1, at, p, 3 * BLOCK, sums));
     int fd = open(scratch_of(here), O_RDWR);
@@ -307,8 +308,6 @@ FILE_TEST(a_flipped_byte_and_a_cut_file_are_told_by_path_and_offset)
     CHECK_EQ(now(f, &m, 0, at + 2 * BLOCK, p, BLOCK, &sums[2]), MT_EDISK);
     CHECK_HAS(m.r.text, "offset 8388608: the file ends");
     close(fd);
-    mt_file_close(f);
-    free(p);
 }
 
 /* Whatever call it is: the request says so, the file goes on, and others are not harmed. */
@@ -341,9 +340,8 @@ TEST(the_nth_failing_transfer_is_told)
 FILE_TEST(a_full_disk_is_known_before_and_a_limit_holds)
 {
     uint64_t at;
-    mt_file *f;
 
-    f = opened(NO_SPACE, 1, 0);                 /* the first is the page that direct is tried on */
+    mt_file *f = opened(NO_SPACE, 1, 0);     /* the first is the page that direct is tried on */
     CHECK_FAILS(mt_file_reserve(f, 8 * BLOCK), MT_EDISK, here);
     CHECK_SAYS(strerror(ENOSPC));
     CHECK_SAYS("are free");
@@ -360,12 +358,11 @@ FILE_TEST(a_full_disk_is_known_before_and_a_limit_holds)
 
 FILE_TEST(a_signal_does_not_end_the_search_for_room)
 {
-    mt_file *f = opened(SIGNALS, 3, 0);
+    OPENED_FILE(f, SIGNALS, 3, 0);
     atomic_store(&fault.left, 5);
     CHECK_OK(mt_file_reserve(f, 2 * BLOCK));
     CHECK(atomic_load(&fault.left) < 0);
     CHECK_EQ(mt_file_stats_get(f).bytes, 2 * BLOCK);
-    mt_file_close(f);
 }
 
 static void *reserves(void *f)
@@ -382,7 +379,7 @@ FILE_TEST(while_room_is_looked_for_the_file_is_used)
     uint64_t sum = 0, at;
     moved    m;
 
-    mt_file *f = opened(HELD, 0, 0);
+    OPENED_FILE(f, HELD, 0, 0);
     CHECK_OK(mt_file_blocks(f)->ops->take(mt_file_blocks(f), PAGE, &at));
     atomic_store(&fault.left, 1);
     pthread_t thread = thread_start(reserves, f);
@@ -393,7 +390,6 @@ FILE_TEST(while_room_is_looked_for_the_file_is_used)
     atomic_store(&fault.left, 0);
     thread_join(thread);
     CHECK_EQ(mt_file_stats_get(f).bytes, 2 * BLOCK);
-    mt_file_close(f);
 }
 
 typedef struct looker {

@@ -100,10 +100,8 @@ HOME_TEST(memory_on_the_host_is_as_the_home_says)
 
 HOME_TEST(gradients_that_pass_do_not_move)
 {
-    int there, here;
+    int there = at_home(&mt_home_vram), here = add();
 
-    there = at_home(&mt_home_vram);
-    here = add();
     CHECK_OK(mt_store_set_passing(store, there));
     CHECK_OK(mt_store_set_passing(store, here));
     CHECK_FAILS(mt_store_move(store, there, &mt_home_ram, NULL), MT_ESTATE, "its gradients pass");

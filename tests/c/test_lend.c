@@ -136,39 +136,34 @@ static void *lend_main(void *arg)
  * A trace has that wait, and no other. */
 TEST(where_all_are_lent_the_first_is_waited_for)
 {
-    const int64_t numel[4] = { 10, 10, 10, 10 };
-    turn          t = { .unit = 3 };
-    mt_timeline  *line;
-    mt_record     got[4];
+    mt_timeline *line;
+    mt_record    got[4];
 
-    CPU(dev);
-    REQUIRE_OK(shop_open(dev, numel, 4, &t.s));
-    REQUIRE_OK(mt_timeline_open(dev, &line));
-    t.line = line;
+    SHOP(s, 10, 10, 10, 10);
+    REQUIRE_OK(mt_timeline_open(s_dev, &line));
+    turn t = { .s = s, .line = line, .unit = 3 };
     CHECK_OK(mt_timeline_on(line, 1));
     for (int u = 0; u < 3; u++) {
-        CHECK_OK(mt_store_lend(t.s, u, NULL));
-        mt_ledger_update_begin(t.s, u);
+        CHECK_OK(mt_store_lend(s, u, NULL));
+        mt_ledger_update_begin(s, u);
     }
-    void *first = grad_of(t.s, 0);
+    void *first = grad_of(s, 0);
     pthread_t thread = thread_start(lend_main, &t);
     while (!atomic_load(&t.begun))               /* on a busy machine it takes its time */
         sleep_ms(1);
     sleep_ms(50);
-    int over = atomic_load(&t.over);
-    CHECK_EQ(over, 0);
-    mt_ledger_update_end(t.s, 0);
+    CHECK_EQ(atomic_load(&t.over), 0);
+    mt_ledger_update_end(s, 0);
     thread_join(thread);
     CHECK_EQ(t.st, MT_OK);
-    CHECK(grad_of(t.s, 3) == first);
+    CHECK(grad_of(s, 3) == first);
     REQUIRE(mt_timeline_read(line, got, 4) == 1);
     CHECK_EQ(got[0].lane, MT_LANE_HAND);
     CHECK_EQ(got[0].work, MT_WORK_WAIT);
     CHECK_EQ(got[0].unit, 0);
     mt_timeline_close(line);
     for (int u = 1; u < 3; u++)
-        mt_ledger_update_end(t.s, u);
-    mt_store_close(t.s);
+        mt_ledger_update_end(s, u);
 }
 
 TEST(fewer_are_made_when_that_is_said_before)
@@ -201,21 +196,17 @@ TEST(gradients_that_nobody_used_are_named)
 
 TEST(a_failing_update_elsewhere_ends_the_wait)
 {
-    const int64_t numel[4] = { 10, 10, 10, 10 };
-    turn          t = { .unit = 3 };
-
-    CPU(dev);
-    REQUIRE_OK(shop_open(dev, numel, 4, &t.s));
+    SHOP(s, 10, 10, 10, 10);
+    turn t = { .s = s, .unit = 3 };
     for (int u = 0; u < 3; u++)
-        CHECK_OK(mt_store_lend(t.s, u, NULL));
-    mt_ledger_update_begin(t.s, 0);
+        CHECK_OK(mt_store_lend(s, u, NULL));
+    mt_ledger_update_begin(s, 0);
     pthread_t thread = thread_start(lend_main, &t);
     sleep_ms(2);
-    mt_ledger_fault(t.s, MT_EDEVICE, "the device is gone");
+    mt_ledger_fault(s, MT_EDEVICE, "the device is gone");
     thread_join(thread);
     CHECK_EQ(t.st, MT_EDEVICE);
     CHECK_HAS(t.text, "the device is gone");
-    mt_store_close(t.s);
 }
 
 /* What is trained when they are handed over has room. */

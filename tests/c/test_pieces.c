@@ -4,6 +4,8 @@
 
 #include "../../csrc/core/pieces.h"
 
+CLOSES(mt_pieces, mt_pieces_free(*x))
+
 #define PARAMS 9
 #define BIG    70000             /* elements */
 #define HI     (1u << MT_PLANE_HI)
@@ -110,8 +112,8 @@ TEST(every_element_is_in_one_part_of_one_piece)
 {
     for (uint64_t seed = 1; seed <= 200; seed++) {
         int64_t next[PARAMS] = { 0 };
-        sheet   s;
 
+        CLOSED_BY(sheet_close) sheet s;
         sheet_open(&s, seed);
         for (int i = 0; i < s.p->n; i++)
             check_piece(&s, i, next);
@@ -122,7 +124,6 @@ TEST(every_element_is_in_one_part_of_one_piece)
                 some += s.planes[i] >> p & 1 ? bytes_of(&s, i, p, 1) : 0;
             CHECK_EQ(next[i], some > 0 ? s.d[i].numel : 0);
         }
-        sheet_close(&s);
     }
 }
 
@@ -133,17 +134,15 @@ TEST(pieces_are_full)
     unsigned      planes = HI | MT_STATE_PLANES;
     mt_cut        how = { &planes, 65536, MT_PART_ALIGN, 128, 0, MT_PART_ALIGN };
     const size_t  grain = 128 * (2 + 2 + 1 + 1) + 8;     /* with its scales */
-    mt_pieces    *p;
 
     TOY(t, 0, 1, 0);
     int unit = store_add(t.store, "full", &d, 1);
     REQUIRE_OK(mt_store_set_states(t.store, unit, MT_STATES_8BIT));
-    REQUIRE_OK(mt_pieces_cut(t.store, unit, &how, &p));
+    OPENED(mt_pieces, p, mt_pieces_cut(t.store, unit, &how, &p));
     for (int i = 0; i + 1 < p->n; i++) {
         CHECK(p->piece[i].bytes + 5 * MT_PART_ALIGN + grain > how.budget);
         CHECK_EQ(p->piece[i].n, 1);
     }
-    mt_pieces_free(p);
     mt_pieces_free(NULL);
 }
 
@@ -153,11 +152,10 @@ TEST(weights_lie_as_in_their_plane)
     mt_param_desc d[3] = { { MT_BF16, 300, 1 }, { MT_F32, 5000, 1 }, { MT_BF16, 7, 1 } };
     unsigned      planes[3] = { HI | MT_STATE_PLANES, HI | MT_STATE_PLANES, HI | MT_STATE_PLANES };
     mt_cut        how = { planes, 65536, 4096, 4096, 0, MT_PART_ALIGN };
-    mt_pieces    *p;
 
     TOY(t, 0, 1, 0);
     int unit = store_add(t.store, "weights", d, 3);
-    REQUIRE_OK(mt_pieces_cut(t.store, unit, &how, &p));
+    OPENED(mt_pieces, p, mt_pieces_cut(t.store, unit, &how, &p));
     CHECK_EQ(p->n, 2);
     for (int i = 0; i < p->n; i++)
         for (int k = p->piece[i].first; k < p->piece[i].first + p->piece[i].n; k++) {
@@ -169,7 +167,6 @@ TEST(weights_lie_as_in_their_plane)
                      mt_store_offset(t.store, unit, a->param) -
                      mt_store_plane_bytes(t.store, unit, a->param, MT_PLANE_HI, a->from));
         }
-    mt_pieces_free(p);
 }
 
 TEST(a_budget_below_a_grain_is_refused)

@@ -1,19 +1,9 @@
 /* test_pool.c — pool.h: every chunk once, one loop at a time among several callers. */
-#include "check.h"
-
-#include "../../csrc/core/pool.h"
+#include "opened.h"
 #include <sched.h>
 #include <sys/syscall.h>
 
 enum { CHUNKS = 1000 };
-
-static mt_pool *pool_open(int n_threads)
-{
-    mt_pool *p = NULL;
-
-    REQUIRE_OK(mt_pool_open(n_threads, &p));
-    return p;
-}
 
 /* Chunks are plain ints: two threads on one chunk, or a result read too early, is a race that
  * TSan reports. */
@@ -39,11 +29,9 @@ TEST(every_chunk_runs_exactly_once)
     static const int64_t counts[] = { 0, 1, 2, 3, 17, CHUNKS };
 
     for (int threads = 1; threads <= 5; threads += 2) {
-        mt_pool *p = pool_open(threads);
-
+        OPENED(mt_pool, p, mt_pool_open(threads, &p));
         for (size_t i = 0; i < sizeof counts / sizeof *counts; i++)
             check_marks(p, counts[i]);
-        mt_pool_close(p);
     }
 }
 
@@ -64,11 +52,9 @@ TEST(pool_of_no_threads_is_refused)
 /* Short loops one after another: a worker late for one must not touch the next. */
 TEST(many_short_loops_lose_nothing)
 {
-    mt_pool *p = pool_open(4);
-
+    OPENED(mt_pool, p, mt_pool_open(4, &p));
     for (int i = 0; i < 300; i++)
         check_marks(p, 2 + i % 7);
-    mt_pool_close(p);
 }
 
 static struct { uint64_t before[3], slice_ns, others[3]; } shares[4];     /* sched_attr */
@@ -82,9 +68,9 @@ static void meet(void *arg, int64_t chunk)
 
 TEST(all_threads_take_part)
 {
-    mt_pool          *p = pool_open(4);
     pthread_barrier_t all;
 
+    OPENED(mt_pool, p, mt_pool_open(4, &p));
     REQUIRE(pthread_barrier_init(&all, NULL, 4) == 0);
     mt_pool_run(p, meet, &all, 4);
     mt_pool_run(p, meet, &all, 4);
@@ -93,7 +79,6 @@ TEST(all_threads_take_part)
         CHECK(i < 3 || shares[0].slice_ns == 0 || longer == 3);
     }
     (void)pthread_barrier_destroy(&all);
-    mt_pool_close(p);
 }
 
 enum { CALLS = 20, SHARE = CHUNKS / 5 };
@@ -132,10 +117,10 @@ TEST(callers_in_two_threads_take_turns)
 {
     static caller     callers[2];
     static atomic_int running[2];
-    mt_pool          *p = pool_open(3);
     pthread_t         threads[2];
     int               wrong = 0;
 
+    OPENED(mt_pool, p, mt_pool_open(3, &p));
     for (int i = 0; i < 2; i++) {
         callers[i] = (caller){ .pool = p, .id = i, .running = running };
         threads[i] = thread_start(call_often, &callers[i]);
@@ -148,7 +133,6 @@ TEST(callers_in_two_threads_take_turns)
         CHECK_EQ(atomic_load(&callers[i].mixed), 0);
     }
     CHECK_EQ(wrong, 0);
-    mt_pool_close(p);
 }
 
 static int64_t cpu_ns(void)
@@ -161,12 +145,10 @@ static int64_t cpu_ns(void)
 
 TEST(idle_pool_costs_nothing)
 {
-    mt_pool *p = pool_open(3);
-
+    OPENED(mt_pool, p, mt_pool_open(3, &p));
     check_marks(p, CHUNKS);
     usleep(5000);
     int64_t before = cpu_ns();
     usleep(50000);
     CHECK(cpu_ns() - before < 10000000);     /* of 100 ms that two spinning workers would take */
-    mt_pool_close(p);
 }

@@ -139,10 +139,9 @@ TEST(of_an_arena_what_is_kept_is_committed_and_registered)
     mt_dev           dev = { &ops };
     const size_t     page = (size_t)sysconf(_SC_PAGESIZE);
     mt_arena         a = { 0 };
-    int              told;       /* the system says what is in memory */
 
     REQUIRE_OK(mt_arena_reserve(&a, 64 * page, NULL, 0, "test", 0));
-    told = pages_in(&a, 0, 64 * page) == 0;
+    int told = pages_in(&a, 0, 64 * page) == 0;  /* the system says what is in memory */
     CHECK_EQ(a.kept, 64 * page);
     mt_arena_keep(&a, 9 * page + 5, 3 * page);
     for (int i = 0; i < 2; i++) {

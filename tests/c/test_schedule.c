@@ -29,20 +29,19 @@ static int64_t step_trace(int *t)
 
 static void check_text(int n_small, const char *want)
 {
-    mt_schedule *s = NULL;
-    int          trace[2 * UNITS];
-    int64_t      n = step_trace(trace);
-    size_t       slots[8];
-    char         text[4096];
+    int     trace[2 * UNITS];
+    int64_t n = step_trace(trace);
+    size_t  slots[8];
+    char    text[4096];
 
     for (int i = 0; i < n_small; i++)
         slots[i] = SMALL;
     slots[n_small] = LARGE;
-    CHECK_OK(mt_schedule_build(trace, n, unit_bytes, UNITS, slots, n_small + 1, &s));
+    OPENED(mt_schedule, s,
+           mt_schedule_build(trace, n, unit_bytes, UNITS, slots, n_small + 1, &s));
     REQUIRE(s != NULL);
     CHECK_EQ(mt_schedule_print(s, names, text, sizeof text), strlen(want));
     CHECK_STR(text, want);
-    mt_schedule_free(s);
 }
 
 /* Two slots: a slot's next copy stands behind its last use, and has one compute to hide behind. The
@@ -85,15 +84,13 @@ TEST(of_units_never_needed_again_the_one_idle_for_longest_gives_way)
 
 TEST(empty_trace_has_no_steps)
 {
-    mt_schedule *s = NULL;
-    char         text[8] = "before";
+    char text[8] = "before";
 
-    CHECK_OK(mt_schedule_build(NULL, 0, NULL, 0, NULL, 0, &s));
+    OPENED(mt_schedule, s, mt_schedule_build(NULL, 0, NULL, 0, NULL, 0, &s));
     REQUIRE(s != NULL);
     CHECK_EQ(s->n, 0);
     CHECK_EQ(mt_schedule_print(s, numbered, text, sizeof text), 0);
     CHECK_STR(text, "");
-    mt_schedule_free(s);
     mt_schedule_free(NULL);
 }
 
@@ -289,18 +286,15 @@ TEST(rules_hold_for_random_traces)
     static problem p;
 
     for (uint64_t seed = 0; seed < 3000 && atomic_load(&check_failures) == 0; seed++) {
-        mt_schedule *s = NULL;
-
         make_problem(&p, seed);
-        CHECK_OK(mt_schedule_build(p.trace, p.n, p.unit_bytes, p.n_units, p.slot_bytes, p.n_slots,
-                                   &s));
+        OPENED(mt_schedule, s, mt_schedule_build(p.trace, p.n, p.unit_bytes, p.n_units,
+                                                 p.slot_bytes, p.n_slots, &s));
         REQUIRE(s != NULL);
         check_follows_trace(&p, s);
         check_slots(&p, s);
         check_fetched_once_where_all_fit(&p, s);
         if (atomic_load(&check_failures) != 0)
             fprintf(stderr, "  seed %llu\n", (unsigned long long)seed);
-        mt_schedule_free(s);
     }
 }
 
@@ -339,20 +333,18 @@ TEST(forward_and_backward_fetch_no_more_than_the_optimum)
 
     for (int units = 1; units <= MAX_UNITS; units++) {
         for (int slots = 2; slots <= MAX_SLOTS; slots++) {
-            mt_schedule *s = NULL;
-            int64_t      n = 0;
+            int64_t n = 0;
 
             p = (problem){ .n_units = units, .n_slots = slots, .n = 2 * units };
             for (int i = 0; i < slots; i++)
                 p.slot_bytes[i] = 8;
             for (int i = 0; i < units; i++)
                 p.trace[i] = p.trace[2 * units - 1 - i] = i;
-            REQUIRE_OK(mt_schedule_build(p.trace, p.n, p.unit_bytes, units, p.slot_bytes, slots,
-                                      &s));
+            OPENED(mt_schedule, s, mt_schedule_build(p.trace, p.n, p.unit_bytes, units,
+                                                     p.slot_bytes, slots, &s));
             for (int u = 0; u < units; u++)
                 n += count(s, MT_FETCH, u);
             CHECK_EQ(n, fewest_fetches(&p));
-            mt_schedule_free(s);
         }
     }
 }

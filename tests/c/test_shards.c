@@ -380,8 +380,8 @@ SHARDS_TEST(other_bytes_and_other_sizes_are_told)
 SHARDS_TEST(turned_tensors_are_row_major_in_files)
 {
     enum { A = 300000, B = 3, C = 2 };
-    uint32_t *memory = malloc(A * B * C * 4), *right = malloc(A * B * C * 4),
-             *back = malloc(A * B * C * 4);
+    FREED uint32_t *memory = malloc(A * B * C * 4), *right = malloc(A * B * C * 4),
+                   *back = malloc(A * B * C * 4);
     mt_turn   turn = { .dims = 4, .item = 4, .shape = { A, B, 1, C },
                        .stride = { B * C * 4, 4, 77, B * 4 } };
     mt_extent turned[2] = { { 0, header, 17, -1, NULL }, { 17, memory, A * B * C * 4, 0, &turn } };
@@ -404,9 +404,6 @@ SHARDS_TEST(turned_tensors_are_row_major_in_files)
     turned[1].turn = NULL;
     CHECK_OK(mt_shards_read(&file, 2, NULL));
     CHECK(memcmp(back, right, A * B * C * 4) == 0);
-    free(memory);
-    free(right);
-    free(back);
 }
 
 /* ---- many units: who is begun beside whom --------------------------------------------------- */

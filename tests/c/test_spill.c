@@ -211,11 +211,10 @@ static void until_written(scene *s, uint64_t bytes)
 /* Before the copies back of the first time are over; written: behind its write, or before it. */
 static void comes_back_twice(int written)
 {
-    static scene s;
-    uint64_t     bundle;
-    gate         g = { 0 };
+    uint64_t bundle;
+    gate     g = { 0 };
 
-    scene_open(&s, 4, 1, 0, 0);              /* run is a queue of its own */
+    SCENE(s, 4, 1, 0, 0);                    /* run is a queue of its own */
     if (!written)
         CHECK_OK(s.t.dev->ops->call(s.t.run, wait_for_gate, &g));
     CHECK_OK(leave(&s, 0, 0, &bundle));
@@ -231,7 +230,6 @@ static void comes_back_twice(int written)
     for (int i = 0; i < 2; i++)
         run(&s, &s.k.landing[i], value_of(0, 0), 1);
     mt_swap_drop(s.w, bundle);
-    scene_close(&s);
 }
 
 TEST(a_bundle_may_come_back_again_while_it_does)

@@ -113,8 +113,6 @@ TEST(copies_of_any_size_are_whole)
  * wait for each other. */
 TEST(copies_keep_the_order_of_their_queues)
 {
-    mt_event *up, *down;
-
     BEHIND(0, FAULT_ONCE, OURS, 100);
     mt_dev_stage_limit(stage, SIZE_MAX, 0);
     NOTED(a, REGION, 3, MT_OK);
@@ -124,8 +122,8 @@ TEST(copies_keep_the_order_of_their_queues)
     QUEUE(two);
     MEM(there, REGION);
     MEM(other, REGION);
-    REQUIRE(stage->ops->event_open(stage, &up) == MT_OK &&
-            stage->ops->event_open(stage, &down) == MT_OK);
+    OPENED(mt_event, up, stage->ops->event_open(stage, &up));
+    OPENED(mt_event, down, stage->ops->event_open(stage, &down));
     for (int i = 0; i < 20; i++) {
         memset(a, i, REGION);
         CHECK_OK(stage->ops->copy(one, there, a, REGION));
@@ -138,8 +136,6 @@ TEST(copies_keep_the_order_of_their_queues)
         CHECK_OK(stage->ops->sync_event(down));
         CHECK_EQ(memcmp(a, c, REGION), 0);
     }
-    stage->ops->event_close(up);
-    stage->ops->event_close(down);
 }
 
 TEST(what_is_locked_is_copied_at_once)

@@ -120,13 +120,11 @@ STORE_TEST(states_are_laid_out_as_they_are_kept)
 
 STORE_TEST(parameter_trainable_later_gets_its_own_place)
 {
-    char *early, *late;
-
     int u = add("mixed", mixed, MIXED);
-    early = at(u, BF, MT_PLANE_GRAD);
+    char *early = at(u, BF, MT_PLANE_GRAD);
     CHECK_OK(mt_store_set_trainable(store, u, FROZEN, 1));
     CHECK_EQ(mt_store_desc(store, u, FROZEN)->trainable, 1);
-    late = at(u, FROZEN, MT_PLANE_GRAD);
+    char *late = at(u, FROZEN, MT_PLANE_GRAD);
     CHECK(late != NULL && (late < early || late >= early + 2048));
     CHECK(at(u, FROZEN, MT_PLANE_GRAD) == late);
     CHECK(at(u, BF, MT_PLANE_GRAD) == early);
@@ -149,12 +147,11 @@ STORE_TEST(frozen_parameter_keeps_the_place_it_had)
 STORE_TEST(planes_are_mapped_when_first_asked_for_and_zero)
 {
     const mt_param_desc big = { MT_F32, 3 << 20, 1 };      /* 12 MiB: huge pages, several chunks */
-    const char         *v, *again;
     int64_t             n = 0;
 
     int u = add("big", &big, 1);
     CHECK_EQ(mt_store_bytes(store, MT_PLANE_COUNT), 0);
-    v = at(u, 0, MT_PLANE_V);
+    const char *v = at(u, 0, MT_PLANE_V);
     CHECK_EQ(mt_store_bytes(store, MT_PLANE_V), 12 << 20);
     CHECK_EQ(mt_store_bytes(store, MT_PLANE_COUNT), 12 << 20);
     CHECK_EQ((uintptr_t)v % (2 << 20), 0);
@@ -163,7 +160,7 @@ STORE_TEST(planes_are_mapped_when_first_asked_for_and_zero)
     CHECK_EQ(n, 0);
     drop_plane(store, u, MT_PLANE_V);
     CHECK_EQ(mt_store_bytes(store, MT_PLANE_COUNT), 0);
-    again = at(u, 0, MT_PLANE_V);
+    const char *again = at(u, 0, MT_PLANE_V);
     CHECK_EQ(again[0], 0);
 }
 
@@ -183,8 +180,8 @@ TEST(arena_gives_its_memory_back_closed_or_refused)
     enum { BYTES = 32 << 20 };
     mt_arena a = {0};
 
-    REQUIRE_OK(mt_dev_cpu_open(&cpu));
-    mt_dev *d = fault_dev(cpu, 1, FAULT_ONCE);
+    CPU(real);
+    mt_dev *d = fault_dev(real, 1, FAULT_ONCE);
     long before = pages_mapped();
     CHECK_EQ(mt_arena_open(&a, BYTES, NULL, d, "test", 0), MT_EDEVICE);
     CHECK(a.base == NULL);
@@ -194,7 +191,6 @@ TEST(arena_gives_its_memory_back_closed_or_refused)
     CHECK_EQ(fault_live(d), 0);
     CHECK(pages_mapped() - before < BYTES / sysconf(_SC_PAGESIZE));
     d->ops->close(d);
-    cpu->ops->close(cpu);
 }
 
 static long in_memory(const mt_arena *a, unsigned char *in)
@@ -210,14 +206,13 @@ static long in_memory(const mt_arena *a, unsigned char *in)
 TEST(reserved_arena_is_no_memory_until_it_is_committed)
 {
     enum { BYTES = 40 << 20 };
-    mt_arena       a = {0};
-    unsigned char *in;
-    long           all = BYTES / sysconf(_SC_PAGESIZE);
+    mt_arena a = {0};
+    long     all = BYTES / sysconf(_SC_PAGESIZE);
+    FREED unsigned char *in = malloc((size_t)all + 1);
 
-    REQUIRE_OK(mt_dev_cpu_open(&cpu));
-    mt_dev *d = fault_dev(cpu, 1, FAULT_ONCE);
-    REQUIRE_OK(mt_pool_open(2, &pool));
-    REQUIRE((in = malloc((size_t)all + 1)) != NULL);
+    CPU(real);
+    mt_dev *d = fault_dev(real, 1, FAULT_ONCE);
+    REQUIRE(in != NULL && mt_pool_open(2, &pool) == MT_OK);
     CHECK_OK(mt_arena_reserve(&a, BYTES, NULL, 0, "test", 0));
     CHECK_EQ(in_memory(&a, in), 0);
     ((char *)a.base)[0] = 7;                    /* what somebody wrote stays */
@@ -234,10 +229,8 @@ TEST(reserved_arena_is_no_memory_until_it_is_committed)
     CHECK_EQ(((char *)a.base)[BYTES - 1], 8);
     mt_arena_close(&a);
     CHECK_EQ(fault_live(d), 0);
-    free(in);
     mt_pool_close(pool);
     d->ops->close(d);
-    cpu->ops->close(cpu);
 }
 
 static char *device_at(int unit, int param, mt_plane plane)
@@ -296,10 +289,8 @@ STORE_TEST(units_and_parameters_without_bytes_are_fine)
 {
     const mt_param_desc none = { MT_BF16, 0, 1 };
     void               *hi = NULL;
-    int                 u, v;
 
-    u = add("no parameters", NULL, 0);
-    v = add("no elements", &none, 1);
+    int u = add("no parameters", NULL, 0), v = add("no elements", &none, 1);
     CHECK_EQ(mt_store_hi_bytes(store, u), 0);
     CHECK_OK(mt_store_hi(store, u, &hi));
     CHECK(hi != NULL);
@@ -335,11 +326,9 @@ STORE_TEST(too_much_memory_names_what_is_wanted_and_what_is_mapped)
     void               *p = &p;
     long                page = sysconf(_SC_PAGESIZE);
     char                mapped[64];
-    int                 u, v;
 
     snprintf(mapped, sizeof mapped, "with %ld (0.0 MiB) mapped already", page);
-    u = add("layers.0", d, 1);
-    v = add("layers.1", vast, 1);
+    int u = add("layers.0", d, 1), v = add("layers.1", vast, 1);
     (void)at(u, 0, MT_PLANE_HI);
     CHECK_EQ(mt_store_at(store, v, 0, MT_PLANE_HI, &p), MT_ENOMEM);
     CHECK_SAYS("unit layers.1, plane HI: 281474976710656 bytes");

@@ -115,9 +115,14 @@ static void forward(rig *r)
 
 static void backward(rig *r)
 {
-    for (int u = UNITS - 1; u >= 0; u--) {
+    for (int u = UNITS - 1; u >= 0; u--)
         visit(r, u);
-    }
+}
+
+static void step(rig *r)
+{
+    forward(r);
+    backward(r);
 }
 
 /* The host writes a unit, as load_state_dict does: after copies out of it, and then says so. */
@@ -165,22 +170,18 @@ TEST(acquire_refuses_a_unit_that_fits_no_slot)
 
 TEST(a_recorded_step_demands_nothing_again)
 {
-    mt_stream_stats first, after;
-
     RIG(r, 3, 0, 0);
-    forward(&r);
-    backward(&r);
-    first = mt_stream_stats_get(r.s);
+    step(&r);
+    mt_stream_stats first = mt_stream_stats_get(r.s);
     CHECK(first.demand_fetches >= UNITS);
     CHECK_EQ(first.rebuilds, 0);
     CHECK(mt_stream_schedule(r.s) == NULL);
-    for (int step = 0; step < 3; step++) {
+    for (int k = 0; k < 3; k++) {
         for (int u = 0; u < UNITS; u++)
             mt_ledger_touch(r.t.store, u);
-        forward(&r);
-        backward(&r);
+        step(&r);
     }
-    after = mt_stream_stats_get(r.s);
+    mt_stream_stats after = mt_stream_stats_get(r.s);
     CHECK_EQ(after.demand_fetches, first.demand_fetches);
     CHECK_EQ(after.rebuilds, 1);
     CHECK(after.fetches > first.fetches);
@@ -200,9 +201,8 @@ TEST(forwards_alone_run_without_demands_in_the_steady_state)
 TEST(a_forward_without_backward_builds_nothing_anew)
 {
     RIG(r, 3, 0, 0);
-    for (int step = 0; step < 4; step++) {
-        forward(&r);
-        backward(&r);
+    for (int k = 0; k < 4; k++) {
+        step(&r);
         forward(&r);
     }
     forward(&r);
@@ -214,8 +214,7 @@ TEST(evaluation_before_training_costs_one_schedule_more)
 {
     RIG(r, 3, 0, 0);
     forward(&r);
-    forward(&r);
-    backward(&r);
+    step(&r);
     forward(&r);                            /* a trace of its own: a second schedule */
     CHECK_EQ(mt_stream_stats_get(r.s).rebuilds, 2);
     forward(&r);
@@ -232,8 +231,7 @@ TEST(a_kept_schedule_is_taken_up_in_mid_step)
 {
     RIG(r, 3, 0, 0);
     forward(&r);
-    forward(&r);
-    backward(&r);
+    step(&r);
     CHECK_OK(mt_stream_begin(r.s));
     for (int u = UNITS - 1; u >= 0; u--)
         visit(&r, u);
@@ -264,18 +262,14 @@ TEST(consecutive_acquires_of_a_unit_are_one_compute)
 
 TEST(kick_asks_for_the_start_of_the_next_step)
 {
-    mt_stream_stats before, kicked;
-
     RIG(r, 3, 0, 0);
-    for (int step = 0; step < 2; step++) {
-        forward(&r);
-        backward(&r);
-    }
+    step(&r);
+    step(&r);
     for (int u = 0; u < UNITS; u++)
         rewrite(&r, u, 7.0f);
-    before = mt_stream_stats_get(r.s);
+    mt_stream_stats before = mt_stream_stats_get(r.s);
     CHECK_OK(mt_stream_kick(r.s, r.t.run));
-    kicked = mt_stream_stats_get(r.s);
+    mt_stream_stats kicked = mt_stream_stats_get(r.s);
     CHECK(kicked.fetches > before.fetches);
     CHECK_OK(mt_stream_kick(r.s, r.t.run));
     CHECK_EQ(mt_stream_stats_get(r.s).fetches, kicked.fetches);
@@ -287,8 +281,7 @@ TEST(kick_asks_for_the_start_of_the_next_step)
 TEST(kick_in_the_middle_of_a_step_takes_no_slot_away)
 {
     RIG(r, 3, 0, 0);
-    forward(&r);
-    backward(&r);
+    step(&r);
     forward(&r);
     int64_t fetches = mt_stream_stats_get(r.s).fetches;
     CHECK_OK(mt_stream_kick(r.s, r.t.run));
@@ -299,9 +292,8 @@ TEST(sync_fetches_nothing_ahead)
 {
     RIG(r, 3, 5, 100);
     debug_set(&r.t.cx, (mt_debug){ .sync = 1, .poison = 1 });
-    for (int step = 0; step < 2; step++) {
-        forward(&r);
-        backward(&r);
+    for (int k = 0; k < 2; k++) {
+        step(&r);
         CHECK_OK(mt_stream_kick(r.s, r.t.run));
     }
     mt_stream_stats s = mt_stream_stats_get(r.s);
@@ -336,10 +328,8 @@ TEST(any_order_is_right)
 TEST(a_unit_left_out_does_not_stop_the_prefetch)
 {
     RIG(r, 3, 0, 0);
-    for (int step = 0; step < 2; step++) {
-        forward(&r);
-        backward(&r);
-    }
+    step(&r);
+    step(&r);
     for (int u = 0; u < UNITS; u++)
         mt_ledger_touch(r.t.store, u);
     int64_t demanded = mt_stream_stats_get(r.s).demand_fetches;
@@ -484,11 +474,9 @@ TEST(units_are_cut_before_the_first_fetch_and_none_is_added_behind)
 TEST(a_held_slot_keeps_its_bytes_and_gets_other_memory)
 {
     int   k = -1;
-    void *mem, *first;
 
     RIG(r, 1, 0, 0);
-    mem = window(&r, 0, &k);
-    first = r.slots[k].mem;
+    void *mem = window(&r, 0, &k), *first = r.slots[k].mem;
     r.held[k] = 1;
     visit(&r, 1);
     visit(&r, 2);
@@ -576,8 +564,7 @@ TEST(a_copy_that_an_update_overtook_is_fetched_again)
         writer    w[UNITS];
 
         RIG(r, 2, seed, 300);
-        forward(&r);
-        backward(&r);
+        step(&r);
         forward(&r);
         for (int u = 0; u < UNITS; u++) {
             w[u] = (writer){ &r, u, (float)(100 + u) };
@@ -607,11 +594,10 @@ static void *update_main(void *arg)
 /* The moment between the mover's look at the version and its copy. */
 TEST(an_update_waits_for_a_copy_announced_before_it)
 {
-    rig      r;
-    writer   w = { &r, 1, 0.0f };
     uint64_t version = 0;
 
-    rig_open(&r, 1, 0, 0);
+    RIG(r, 1, 0, 0);
+    writer w = { &r, 1, 0.0f };
     CHECK_OK(mt_ledger_fetch_begin(r.t.store, 1, &version));
     CHECK_EQ(version, mt_ledger_version(r.t.store, 1));
     mt_ledger_update_begin(r.t.store, 1);
@@ -624,7 +610,6 @@ TEST(an_update_waits_for_a_copy_announced_before_it)
     CHECK(w.value == 1.0f);
     CHECK(mt_ledger_version(r.t.store, 1) > version);
     CHECK_EQ(mt_ledger_fetch_begin(r.t.store, UNITS, &version), MT_EINVAL);
-    rig_close(&r);
 }
 
 /* A device whose copies do what the test says first, on the mover's thread: between its look at
@@ -666,15 +651,12 @@ static void spy_announces(struct spy *w)
 
 TEST(a_copy_older_than_an_update_is_known_as_such)
 {
-    rig    r;
+    RIG(r, 2, 0, 0);
     writer w = { &r, 0, 77.0f };
-
-    rig_open(&r, 2, 0, 0);
     spy_on(&r, spy_announces, MT_OK);
     visit(&r, 0);
     (void)writer_main(&w);
     visit(&r, 0);
-    rig_close(&r);
 }
 
 static void *spy_waits(void *arg)

@@ -4,6 +4,8 @@
 #include "dev_fault.h"
 #include "../../csrc/ops/sumsq_kernel.h"
 
+CLOSES(mt_sumsq, mt_sumsq_close(*x))
+
 static const mt_dtype types[] = { MT_F32, MT_BF16, MT_F16, MT_F64 };
 #define TYPES 4
 
@@ -84,11 +86,10 @@ TEST(host_sum_is_the_definition)
     for (int t = 0; t < TYPES; t++)
         for (int i = 0; i < LENGTHS; i++) {
             random_state = (uint64_t)i;
-            void    *x    = random_array(types[t], lengths[i]);
+            FREED void *x = random_array(types[t], lengths[i]);
             uint64_t want = wide_bits(by_the_book(types[t], x, lengths[i]));
             CHECK_EQ(wide_bits(mt_sumsq_host(NULL, types[t], x, lengths[i])), want);
             CHECK_EQ(wide_bits(mt_sumsq_host(pool, types[t], x, lengths[i])), want);
-            free(x);
         }
 }
 
@@ -107,12 +108,11 @@ TEST(every_isa_sums_a_chunk_alike)
 {
     for (int t = 0; t < TYPES; t++)
         for (int64_t n = 1; n <= 8192; n += n < 300 ? 1 : 1973) {
-            void  *x    = random_array(types[t], n);
+            FREED void *x = random_array(types[t], n);
             double want = chunk_by_the_book(types[t], x, 0, n);
             for (int k = 0; k < MT__SUMSQ_KERNELS; k++)
                 if (mt__sumsq_kernels[k].runs())
                     CHECK_BITS(mt__sumsq_kernels[k].square(types[t], x, n), want);
-            free(x);
         }
 }
 
@@ -221,14 +221,12 @@ TEST(every_isa_accumulates_by_the_book)
 {
     for (int t = 0; t < TYPES * 4; t++)
         for (int64_t n = 1; n <= 600; n += n < 20 ? 1 : 83) {
-            int  special = t & 1, from_grad = t >> 1 & 1;
-            sums given = sums_of(types[t / 4], n, special), want = copy_of(&given);
+            int special = t & 1, from_grad = t >> 1 & 1;
+            SUMS given = sums_of(types[t / 4], n, special), want = copy_of(&given);
 
             accumulate_by_the_book(want.dt, want.acc, want.grad, want.add, n, from_grad);
             for (int k = 0; k < MT__SUMSQ_KERNELS; k++)
                 check_kernel(k, &given, &want, from_grad);
-            free_sums(&given);
-            free_sums(&want);
         }
 }
 
@@ -239,7 +237,7 @@ TEST(all_chunks_are_accumulated_by_the_book)
 
     OPENED(mt_pool, pool, mt_pool_open(3, &pool));
     for (int t = 0; t < TYPES * 5; t++) {
-        sums   given = sums_of(types[t / 5], n[t % 5], 0), want = copy_of(&given);
+        SUMS   given = sums_of(types[t / 5], n[t % 5], 0), want = copy_of(&given);
         double sum = 5, *chunks = calloc((size_t)MT_SUMSQ_CHUNKS(n[t % 5]) + 1, sizeof *chunks);
 
         REQUIRE(chunks != NULL);
@@ -248,8 +246,6 @@ TEST(all_chunks_are_accumulated_by_the_book)
                       given.n, t % 3 == 0, &sum, chunks);
         check_same(&given, &want, sum);
         CHECK_BITS(mt_sumsq_fold(chunks, MT_SUMSQ_CHUNKS(n[t % 5])), sum);
-        free_sums(&given);
-        free_sums(&want);
         free(chunks);
     }
 }
@@ -471,53 +467,42 @@ static mt_status try_add(mt_sumsq *s, mt_queue *q, mt_dtype dt, float *acc, void
 
 TEST(accumulate_put_refuses_what_it_cannot_add)
 {
-    mt_dev   *dev;
-    mt_queue *q;
-    mt_sumsq *s;
-    uint16_t  grad = 0, add = 0;
-    float     acc = 0;
+    uint16_t grad = 0, add = 0;
+    float    acc = 0;
 
-    REQUIRE(mt_dev_cpu_open(&dev) == MT_OK && mt_sumsq_open(dev, &s) == MT_OK);
-    REQUIRE_OK(dev->ops->queue_adopt(dev, 0, &q));
+    CPU(dev);
+    OPENED(mt_sumsq, s, mt_sumsq_open(dev, &s));
+    OPENED(mt_queue, q, dev->ops->queue_adopt(dev, 0, &q));
     CHECK_FAILS(try_add(s, q, MT_BF16, NULL, &grad, &add), MT_EINVAL, "BF16");
     CHECK_EQ(try_add(s, q, MT_BF16, &acc, &grad, &grad), MT_EINVAL);
     CHECK_EQ(try_add(s, q, MT_BF16, &acc, &grad, &acc), MT_EINVAL);
     CHECK_EQ(try_add(s, q, MT_BF16, &acc, NULL, &add), MT_EINVAL);
     CHECK_EQ(try_add(s, q, MT_I16, &acc, &grad, &add), MT_EINVAL);
-    dev->ops->queue_close(q);
-    mt_sumsq_close(s);
-    dev->ops->close(dev);
 }
 
 TEST(put_refuses_types_without_squares)
 {
-    mt_dev   *dev;
-    mt_queue *q;
-    mt_sumsq *s;
-    double    out = 5;
+    double out = 5;
 
-    REQUIRE(mt_dev_cpu_open(&dev) == MT_OK && mt_sumsq_open(dev, &s) == MT_OK);
-    REQUIRE_OK(dev->ops->queue_adopt(dev, 0, &q));
+    CPU(dev);
+    OPENED(mt_sumsq, s, mt_sumsq_open(dev, &s));
+    OPENED(mt_queue, q, dev->ops->queue_adopt(dev, 0, &q));
     CHECK_FAILS(mt_sumsq_put(s, q, MT_I32, &out, 1, &out, NULL), MT_EINVAL, "I32");
     CHECK_EQ(mt_sumsq_put(s, q, MT_F32, &out, -1, &out, NULL), MT_EINVAL);
     CHECK(out == 5);
-    dev->ops->queue_close(q);
-    mt_sumsq_close(s);
     mt_sumsq_close(NULL);
-    dev->ops->close(dev);
 }
 
 /* Under ASan: the order for the queue's thread is freed when the queue does not take it. */
 TEST(put_passes_a_device_error_on)
 {
-    mt_dev   *cpu, *dev;
     mt_queue *q;
     mt_sumsq *s;
     double    out = 5;
     float     x = 1;
 
-    REQUIRE_OK(mt_dev_cpu_open(&cpu));
-    dev = fault_dev(cpu, 2, FAULT_STAYS);                 /* the call after queue_open */
+    CPU(cpu);
+    mt_dev *dev = fault_dev(cpu, 2, FAULT_STAYS);                 /* the call after queue_open */
     REQUIRE(dev->ops->queue_open(dev, "sums", &q) == MT_OK && mt_sumsq_open(dev, &s) == MT_OK);
     CHECK_EQ(mt_sumsq_put(s, q, MT_F32, &x, 1, &out, NULL), MT_EDEVICE);
     CHECK(out == 5);
@@ -525,5 +510,4 @@ TEST(put_passes_a_device_error_on)
     dev->ops->queue_close(q);
     CHECK_EQ(fault_live(dev), 0);
     dev->ops->close(dev);
-    cpu->ops->close(cpu);
 }

@@ -209,11 +209,9 @@ TEST(steps_that_are_alike_make_no_bays)
 TEST(bays_are_taken_by_size_and_grow)
 {
     static char mem[40000];
-    uint64_t    a, b;
 
     SCENE(s, 1, 0, 0);
-    a = out(&s, mem, 4096);
-    b = out(&s, mem, 32768);
+    uint64_t a = out(&s, mem, 4096), b = out(&s, mem, 32768);
     gone(&s, a);
     gone(&s, b);
     a = out(&s, mem, 4000);                 /* the small one, though the large one is free */

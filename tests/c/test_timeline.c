@@ -89,16 +89,15 @@ TEST(turned_off_it_still_gives_what_it_has)
 
 TEST(a_record_has_its_queues_times)
 {
-    uint64_t before, after;
     mt_span  span;
 
     RIG(r, 0, FAULT_ONCE);
     CHECK_OK(mt_timeline_on(r.t, 1));
-    before = mt_now_ns();
+    uint64_t before = mt_now_ns();
     mt_timeline_begin(r.t, &span, MT_LANE_HOST, MT_WORK_UPDATE, 7, NULL);
     sleep_ms(2);
     mt_timeline_end(r.t, &span, 123, NULL);
-    after = mt_now_ns();
+    uint64_t after = mt_now_ns();
     one(&r, r.a, MT_LANE_H2D, 2);
     CHECK_OK(r.d->ops->sync(r.a));
     REQUIRE(mt_timeline_read(r.t, r.got, ALL) == 2);

@@ -309,38 +309,40 @@ TEST(whatever_happens_there_is_one_verdict)
 /* ---- a stream that fetches portions ------------------------------------------------------- */
 
 typedef struct rig {
+    mt_dev      *dev;
     mt_stream   *s;
     mt_queue    *run;
     mt_slot_desc slots[2];
     size_t       bytes;
-    char        *hi;
 } rig;
 
 static void rig_open(rig *g, peer *p)
 {
     void *hi;
 
-    *g = (rig){ .bytes = mt_store_hi_bytes(p->cx.store, 0) };
+    *g = (rig){ .dev = p->cx.dev, .bytes = mt_store_hi_bytes(p->cx.store, 0) };
     REQUIRE_OK(mt_store_hi(p->cx.store, 0, &hi));
-    g->hi = hi;
+    memset(hi, 0x5A, g->bytes);
     for (int k = 0; k < 2; k++) {
         g->slots[k].bytes = g->bytes;
-        REQUIRE_OK(p->cx.dev->ops->mem_alloc(p->cx.dev, g->bytes, &g->slots[k].mem));
+        REQUIRE_OK(g->dev->ops->mem_alloc(g->dev, g->bytes, &g->slots[k].mem));
         memset(g->slots[k].mem, 0, g->bytes);
     }
-    REQUIRE_OK(p->cx.dev->ops->queue_adopt(p->cx.dev, 0, &g->run));
+    REQUIRE_OK(g->dev->ops->queue_adopt(g->dev, 0, &g->run));
     REQUIRE_OK(mt_stream_open(&p->cx, g->slots, 2, (mt_slot_hooks){ 0 }, &g->s));
 }
 
-static void rig_close(rig *g, peer *p)
+static void rig_close(rig *g)
 {
     mt_stream_close(g->s);
-    p->cx.dev->ops->queue_close(g->run);
+    g->dev->ops->queue_close(g->run);
     for (int k = 0; k < 2; k++)
-        p->cx.dev->ops->mem_free(p->cx.dev, g->slots[k].mem);
+        g->dev->ops->mem_free(g->dev, g->slots[k].mem);
 }
 
-/* Of a number, after its fetch: the first byte that is in the slot, and how many are. */
+#define RIG(g, ...) CLOSED_BY(rig_close) rig g; rig_open(&g, __VA_ARGS__)
+
+/* Of a number: it takes a turn. */
 static int fetched(rig *g, int number, void **mem, int *slot)
 {
     CHECK_OK(mt_stream_acquire(g->s, number, g->run, slot, mem));
@@ -356,39 +358,22 @@ static void check_filled(const char *mem, size_t bytes, size_t from, size_t to)
         }
 }
 
-/* Two ranks; the rig is one's. */
-static void pair_open(peer *p, rig *g, int of)
-{
-    table_open(p, 2, SHORT, NULL);
-    rig_open(g, &p[of]);
-    memset(g->hi, 0x5A, g->bytes);
-}
-
-static void pair_close(peer *p, rig *g, int of)
-{
-    rig_close(g, &p[of]);
-    for (int r = 0; r < 2; r++)
-        peer_close(&p[r]);
-}
-
 /* Bytes [from, to) of the slot came, and of the first n no others. */
-static void check_comes(rig *g, peer *of, int slot, const void *mem, size_t n, size_t from,
-                        size_t to)
+static void check_comes(rig *g, int slot, const void *mem, size_t n, size_t from, size_t to)
 {
     CHECK_OK(mt_stream_await(g->s, slot, g->run));
-    CHECK_OK(of->cx.dev->ops->sync(g->run));
+    CHECK_OK(g->dev->ops->sync(g->run));
     check_filled(mem, n, from, to);
 }
 
 TEST(a_portion_is_fetched_and_then_the_rest)
 {
-    peer   p[2];
-    rig    g;
     size_t bounds[3];
     void  *mem = NULL;
     int    slot = -1, gathers = -1;
 
-    pair_open(p, &g, 1);
+    TABLE(p, 2, SHORT, NULL);
+    RIG(g, &p[1]);
     CHECK_OK(mt_stream_bounds(g.s, 0, bounds));
     CHECK(bounds[0] == 0 && bounds[1] > 0 && bounds[1] < g.bytes && bounds[2] == g.bytes);
     mt_stream_portions(g.s, 1);
@@ -396,21 +381,19 @@ TEST(a_portion_is_fetched_and_then_the_rest)
     CHECK(fetched(&g, 0, &mem, &slot));
     CHECK_OK(mt_stream_turn(g.s, slot, &gathers));
     CHECK_EQ(gathers, 0);                            /* nobody else came */
-    check_comes(&g, &p[1], slot, mem, g.bytes, bounds[1], bounds[2]);
+    check_comes(&g, slot, mem, g.bytes, bounds[1], bounds[2]);
     CHECK_OK(mt_stream_whole(g.s, slot, g.run));
-    check_comes(&g, &p[1], slot, mem, g.bytes, 0, g.bytes);
+    check_comes(&g, slot, mem, g.bytes, 0, g.bytes);
     CHECK_EQ(mt_stream_stats_get(g.s).h2d_bytes, g.bytes + bounds[2] - bounds[1]);
-    pair_close(p, &g, 1);
 }
 
 TEST(a_pass_of_one_rank_finds_no_portion)
 {
-    peer  p[2];
-    rig   g;
     void *mem = NULL;
     int   slot = -1;
 
-    pair_open(p, &g, 0);
+    TABLE(p, 2, SHORT, NULL);
+    RIG(g, &p[0]);
     mt_stream_portions(g.s, 1);
     CHECK_OK(mt_stream_begin(g.s));
     CHECK(fetched(&g, 0, &mem, &slot));
@@ -418,44 +401,39 @@ TEST(a_pass_of_one_rank_finds_no_portion)
     mt_stream_portions(g.s, 0);                      /* an evaluation */
     CHECK_OK(mt_stream_begin(g.s));
     CHECK(!fetched(&g, 0, &mem, &slot));
-    check_comes(&g, &p[0], slot, mem, g.bytes, 0, g.bytes);
+    check_comes(&g, slot, mem, g.bytes, 0, g.bytes);
     mt_stream_portions(g.s, 1);                      /* which it may leave in the slot */
     CHECK_OK(mt_stream_begin(g.s));
     CHECK(fetched(&g, 0, &mem, &slot));
     CHECK_EQ(mt_stream_stats_get(g.s).fetches, 2);
-    pair_close(p, &g, 0);
 }
 
 TEST(of_a_cut_too)
 {
     mt_cut_range ranges[2] = { { 1024, 0, 4096 }, { 65536, 4096, 2048 } };
-    peer         p[2];
-    rig          g;
     size_t       bounds[3];
     void        *mem = NULL;
     int          slot = -1, number = -1;
 
-    pair_open(p, &g, 0);
+    TABLE(p, 2, SHORT, NULL);
+    RIG(g, &p[0]);
     CHECK_OK(mt_stream_cut(g.s, 0, ranges, 2, &number));
     CHECK_OK(mt_stream_bounds(g.s, number, bounds));
     CHECK(bounds[1] == 3072 && bounds[2] == 6144);
     mt_stream_portions(g.s, 1);
     CHECK_OK(mt_stream_begin(g.s));
     CHECK(fetched(&g, number, &mem, &slot));
-    check_comes(&g, &p[0], slot, mem, 6144, bounds[0], bounds[1]);
-    pair_close(p, &g, 0);
+    check_comes(&g, slot, mem, 6144, bounds[0], bounds[1]);
 }
 
 TEST(alone_a_process_fetches_all)
 {
-    rig   g;
     void *mem = NULL;
     int   slot = -1;
 
     TABLE(p, 1, SHORT, NULL);
-    rig_open(&g, &p[0]);
+    RIG(g, &p[0]);
     mt_stream_portions(g.s, 1);
     CHECK_OK(mt_stream_begin(g.s));
     CHECK(!fetched(&g, 0, &mem, &slot));
-    rig_close(&g, &p[0]);
 }

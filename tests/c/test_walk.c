@@ -326,10 +326,8 @@ DRAWN_TEST(faster_copies_never_lengthen_a_step, 4, DRAWN)
 
 DRAWN_TEST(the_same_numbers_give_the_same_bits, 5, DRAWN / 4)
 {
-    mt_walked a, b;
+    mt_walked a = walked(t, NULL), b = walked(t, NULL);
 
-    a = walked(t, NULL);
-    b = walked(t, NULL);
     CHECK(memcmp(&a, &b, sizeof a) == 0);
 }
 

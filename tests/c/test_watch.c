@@ -617,16 +617,14 @@ TEST(a_thread_that_asks_ends_its_waits_and_no_others)
     gate            g;
     mt_mutex       mu = MT_MUTEX(MT_RANK_TEST);
     pthread_cond_t  c;
-    mt_event       *e;
-    mt_queue       *q;
     uint64_t        last = 0;
     int             took = 0;
 
     SCENE(t, 1);
     mt_ledger_watchdog(t.store, 30);
     CHECK_OK(mt_watch_cond(&c));
-    REQUIRE_OK(t.dev->ops->queue_open(t.dev, "shut", &q));
-    REQUIRE_OK(t.dev->ops->event_open(t.dev, &e));
+    OPENED(mt_queue, q, t.dev->ops->queue_open(t.dev, "shut", &q));
+    OPENED(mt_event, e, t.dev->ops->event_open(t.dev, &e));
     shut(&t, q, &g);
     CHECK_OK(t.dev->ops->record(q, e));
     CHECK(mt_watch_asks(somebody) == NULL);
@@ -643,8 +641,6 @@ TEST(a_thread_that_asks_ends_its_waits_and_no_others)
     CHECK_OK(mt_watch_asked(&last));
     atomic_store(&g.open, 1);
     CHECK_OK(mt_watch_event(mt_store_watch(t.store), e, "layers.0", "an event"));
-    t.dev->ops->event_close(e);
-    t.dev->ops->queue_close(q);
     pthread_cond_destroy(&c);
 }
 
