@@ -301,8 +301,7 @@ TEST(pieces_are_read_ahead_before_anybody_asks)
     uint64_t once, twice;
 
     WORLD(w, 4, 0);
-    /* The first step's pieces were never written, and are not read. */
-    once = mt_disk_stats_get(w.disk).need_bytes;
+    once = mt_disk_stats_get(w.disk).need_bytes;     /* what was never written is not read */
     twice = 2 * once;
     step(&w, 0);
     step(&w, 0);
