@@ -235,7 +235,7 @@ void mt_mirror_leave(mt_store *s, int unit)
  * Of each plane a word on the unit's board says which of its values the other ranks' portions in
  * host memory are. It is changed by compare-and-exchange alone, but by whom it says BUSY:
  *
- *     0              not all of them are there
+ *     0              not all of them are there; CLAIMED alone: nor all weights, but some stay
  *     stamp          they are those after so many changes of the plane; a save brought them, and
  *                    they are given back when it has read
  *     stamp|CLAIMED  the same; they stay until the plane changes, or an evict
@@ -386,12 +386,13 @@ static mt_status await_others(others *a)
     return st;
 }
 
-/* Those that are ours are here, or not. */
+/* Those that are ours are here, or not. Claims to weights stay: of these some may be here. */
 static void set_words(const others *a, int here)
 {
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         if (a->mine >> p & 1)
-            atomic_store(mt_board_plane(&a->u->board, p), here ? a->want[p] : 0);
+            atomic_store(mt_board_plane(&a->u->board, p),
+                         here ? a->want[p] : p == MT_PLANE_HI ? a->want[p] & CLAIMED : 0);
     mt_share_stir(a->s->share);
 }
 

@@ -1879,6 +1879,224 @@ TEST(who_reads_on_a_thread_holds_up_nobody_who_has_not_stepped)
     run_threads(PLAN(.ranks = 2, .settled = 7, .full = 1), read_and_step);
 }
 
+static int interrupts(void)
+{
+    return 1;
+}
+
+static void *read_in_vain(void *arg)
+{
+    runner *r = arg;
+
+    (void)mt_watch_asks(interrupts);
+    CHECK_EQ(mt_mirror_read(r->cx.store, 0, FROZEN), MT_EINTR);
+    return NULL;
+}
+
+/* What one rank claims, another one, which is interrupted, was to bring again behind a step. */
+static void *claim_and_interrupt(void *arg)
+{
+    runner *r = arg;
+
+    take_all(r);
+    if (r->rank == 0)
+        CHECK_OK(mt_mirror_read(r->cx.store, 0, FROZEN));
+    one_step(r);
+    meet(r);
+    if (r->rank == 1) {
+        CHECK_OK(mt_mirror_enter(r->cx.store, 0));
+        thread_join(thread_start(read_in_vain, r));
+        mt_mirror_leave(r->cx.store, 0);
+    }
+    meet(r);
+    CHECK_OK(mt_ledger_save_begin(r->cx.store, 0));
+    CHECK_OK(mt_mirror_peek(r->cx.store, 0, 1u << MT_PLANE_HI));
+    mt_ledger_save_end(r->cx.store, 0);
+    CHECK_OK(mt_ledger_wait_saved(r->cx.store, 0));
+    (void)mt_mirror_release_apart(r->cx.store, 0);
+    meet(r);
+    CHECK(is_right(r, 0));
+    meet(r);
+    return NULL;
+}
+
+TEST(claims_outlive_a_reader_that_is_interrupted)
+{
+    run_all(PLAN(.ranks = 2, .settled = 7), claim_and_interrupt);
+}
+
+/* ---- stress ---- */
+
+typedef struct helper {
+    runner    *r;
+    atomic_int stop;
+    uint64_t   seed;
+} helper;
+
+/* Reads on a thread of its own while steps go on. */
+static void *read_on(void *arg)
+{
+    helper *h = arg;
+
+    while (!atomic_load(&h->stop)) {
+        int u = (int)(toy_random(&h->seed) % UNITS);
+
+        CHECK_OK(mt_mirror_read(h->r->cx.store, u, (int)(toy_random(&h->seed) % PARAMS)));
+        usleep((useconds_t)(toy_random(&h->seed) % 2000));
+    }
+    return NULL;
+}
+
+/* Late rises, which have nothing to do, or something. */
+static void *rise_on(void *arg)
+{
+    helper *h = arg;
+
+    while (!atomic_load(&h->stop)) {
+        int u = (int)(toy_random(&h->seed) % UNITS);
+
+        MT_WITH(&h->r->res->mu)
+            if (h->r->res->units[u] != NULL && !h->r->res->units[u]->rise.listed)
+                (void)mt_worker_submit(&h->r->res->ferry.raises, &h->r->res->units[u]->rise);
+        usleep((useconds_t)(toy_random(&h->seed) % 500));
+    }
+    return NULL;
+}
+
+static unsigned stress_ops;
+
+static void same_as_slot(runner *r, int u, int seen)
+{
+    for (int i = 0; i < PARAMS; i++) {
+        size_t at = mt_store_offset(r->cx.store, u, i);
+        size_t n = mt_store_plane_bytes(r->cx.store, u, i, MT_PLANE_HI, shape_of(u, i).numel);
+
+        CHECK_OK(mt_mirror_read(r->cx.store, u, i));
+        if (memcmp(r->slot[u] + at, place(r, u, i, MT_PLANE_HI, 0), n) != 0)
+            CHECK_EQ(seen * 1000 + u * 100 + i, -1);
+    }
+}
+
+static void *stress(void *arg)
+{
+    runner   *r = arg;
+    helper    h = { .r = r, .seed = r->plan->seed * 31 + (uint64_t)r->rank }, g = h;
+    uint64_t  seed = r->plan->seed, mine = r->plan->seed * 77 + (uint64_t)r->rank + 1;
+    unit_job  next[UNITS];
+    pthread_t reads, rises;
+
+    take_all(r);
+    reads = thread_start(read_on, &h);
+    rises = thread_start(rise_on, &g);
+    for (int k = 0; k < 40; k++) {
+        int op = (int)(toy_random(&seed) % 8), some = (int)(toy_random(&seed) % 3);
+
+        usleep((useconds_t)(toy_random(&mine) % 1000));
+        r->step = k % STEPS;
+        if (op <= 1)
+            one_step(r);
+        else if (op == 2 || op == 3) {
+            uint64_t ticket;
+
+            for (int u = 0; u < UNITS; u++) {
+                CHECK_OK(mt_ledger_wait_updates(r->cx.store, u));
+                CHECK_OK(mt_ledger_save_begin(r->cx.store, u));
+            }
+            meet(r);
+            for (int u = 0; u < UNITS && op == 3; u++) {
+                fetch(r, u);
+                CHECK_OK(r->cx.dev->ops->sync(r->run));
+            }
+            for (int u = 0; u < UNITS && op == 3; u++)
+                hand_over(r, u, 0);
+            if (op == 3)
+                submit(r, next, &ticket);
+            for (int j = 0; j < UNITS; j++) {
+                int u = (j + r->rank) % UNITS;
+                void *hi;
+
+                CHECK_OK(mt_mirror_peek(r->cx.store, u, 1u << MT_PLANE_HI));
+                REQUIRE_OK(mt_store_hi(r->cx.store, u, &hi));
+                for (int i = 0; i < PARAMS && op == 3; i++) {
+                    size_t at = mt_store_offset(r->cx.store, u, i);
+                    size_t n = mt_store_plane_bytes(r->cx.store, u, i, MT_PLANE_HI,
+                                                    shape_of(u, i).numel);
+
+                    if (memcmp(r->slot[u] + at, (char *)hi + at, n) != 0)
+                        CHECK_EQ(50000 + k * 1000 + u * 100 + i, -1);
+                }
+                usleep((useconds_t)(toy_random(&mine) % 1000));
+                mt_ledger_save_end(r->cx.store, u);
+            }
+            for (int u = 0; u < UNITS; u++) {
+                CHECK_OK(mt_ledger_wait_saved(r->cx.store, u));
+                (void)mt_mirror_release_apart(r->cx.store, u);
+                CHECK_OK(mt_mirror_release(r->cx.store, u));
+            }
+            CHECK_OK(mt_update_drain(r->u));
+        } else if (op == 4) {
+            int p = (stress_ops & 1) && some == 2 ? FROZEN : some % 2;
+
+            write_from_outside_alike(r, p);
+        } else if (op == 5) {                /* units move, or are taken again; nobody reads */
+            atomic_store(&h.stop, 1);
+            atomic_store(&g.stop, 1);
+            thread_join(reads);
+            thread_join(rises);
+            if ((stress_ops & 2) && some > 0)
+                for (int u = 0; u < UNITS; u++) {
+                    int on = !mt_store_trainable(r->cx.store, u, 1);
+
+                    if (on)
+                        CHECK_OK(mt_mirror_read(r->cx.store, u, 1));
+                    CHECK_OK(mt_store_set_trainable(r->cx.store, u, 1, on));
+                }
+            take_all(r);
+            meet(r);
+            h.stop = g.stop = 0;
+            reads = thread_start(read_on, &h);
+            rises = thread_start(rise_on, &g);
+        } else if (op == 6)
+            for (int u = 0; u < UNITS; u++)
+                CHECK_OK(mt_mirror_bring(r->cx.store, (u + r->rank) % UNITS, 1u << MT_PLANE_HI));
+        if (op != 3 || some > 0) {
+            for (int u = 0; u < UNITS; u++)
+                fetch(r, u);
+            CHECK_OK(r->cx.dev->ops->sync(r->run));
+            for (int u = 0; u < UNITS; u++)
+                same_as_slot(r, u, k);
+        }
+        meet(r);
+    }
+    atomic_store(&h.stop, 1);
+    atomic_store(&g.stop, 1);
+    thread_join(reads);
+    thread_join(rises);
+    for (int u = 0; u < UNITS; u++)
+        fetch(r, u);
+    CHECK_OK(r->cx.dev->ops->sync(r->run));
+    unsettle_all(r);
+    for (int u = 0; u < UNITS; u++)
+        same_as_slot(r, u, 99);
+    meet(r);
+    return NULL;
+}
+
+TEST(stress_of_weights_aloft)
+{
+    const char *from = getenv("STRESS_FROM"), *n = getenv("STRESS_N");
+    uint64_t    s0 = from ? strtoull(from, NULL, 10) : 1, count = n ? strtoull(n, NULL, 10) : 2;
+
+    for (uint64_t k = s0; k < s0 + count; k++) {
+        full = (int)(k % 2);
+        stress_ops = (full ? 0 : 1) | (k % 3 == 0 ? 2 : 0);
+        run_all(PLAN(.ranks = 2 + (int)(k % 3), .settled = 7, .seed = k, .guests = 0,
+                     .apart = k % 5 == 4,
+                     .dawdle_us = (int[]){ 0, 100, 1000 }[k % 3]), stress);
+    }
+    full = 0;
+}
+
 /* The others' weights are on their way up when it is brought. */
 static void *read_behind_steps(void *arg)
 {
