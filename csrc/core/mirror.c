@@ -556,7 +556,10 @@ static mt_status lower(mt_store *s, int unit, int param, int claims)
     if (!mt__aloft(u, param))
         return MT_OK;
     MT_DO(mt_ledger_fetch_begin(s, unit, &version));
-    a.want[MT_PLANE_HI] = stamp(s, u, MT_PLANE_HI) | (claims ? CLAIMED : 0);
+    /* In the slots, until this is over: an older stamp would take a newer one's place. */
+    a.want[MT_PLANE_HI] = STAMP * (1 + mt_board_said(&u->board, MT_COUNT_STEPPED,
+                                                     mt_share_rank(s->share)));
+    a.want[MT_PLANE_HI] |= claims ? CLAIMED : 0;
     if ((st = await_others(&a)) == MT_OK && a.mine != 0) {
         if ((st = mt_mirror_enter(s, unit)) == MT_OK) {
             st = home_of(u)->load(u->home_of, unit, HI);

@@ -764,7 +764,7 @@ static void hand_over(runner *r, int unit, int micro)
         mt_param_desc d = shape_of(unit, i);
         int64_t       from, own = mt_store_owned(r->cx.store, unit, i, &from);
 
-        if (!d.trainable)
+        if (!d.trainable || !mt_store_trainable(r->cx.store, unit, i))
             continue;
         grad[i] = calloc((size_t)d.numel + 1, 4);
         REQUIRE(grad[i] != NULL);
@@ -952,7 +952,7 @@ static void submit(runner *r, unit_job *j, uint64_t *ticket)
 
         j[u] = (unit_job){ .r = r, .unit = u };
         for (int i = 0; i < PARAMS; i++)
-            if (shapes[i].trainable)
+            if (shapes[i].trainable && mt_store_trainable(r->cx.store, u, i))
                 j[u].params[j[u].n++] = i;
         jobs[k] = (mt_update_job){ .unit = u, .n_params = j[u].n, .params = j[u].params,
                                    .run = update, .gradient = gradient, .compute = compute,
