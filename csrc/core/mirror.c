@@ -702,14 +702,21 @@ static uint64_t rising(mt_store *s, const mt__unit *u, unsigned char *rises)
     return all >> 32;
 }
 
-/* All ranks are at the unit's evict. */
+/* All ranks are at the unit's evict. What is aloft no more was read for good before it was trained,
+ * and updates went down since. */
 static void rise(mt_store *s, mt__unit *u, const unsigned char *rises)
 {
     MT_WITH(&s->mirror_mu)
         for (int i = 0; i < u->shape.n; i++) {
+            int falls = atomic_load(&u->aloft[i]) && !rises[i];
+
             atomic_store(&u->aloft[i], rises[i]);
             if (rises[i])
                 tell(u, i, HI, MT_MIRROR_EVICTED);
+            else if (falls) {
+                tell(u, i, HI, MT_MIRROR_LOAD);
+                tell(u, i, HI, MT_MIRROR_LOADED);
+            }
         }
     (void)mt__thin(s, u, 0);                 /* what is not registered is copied more slowly */
     atomic_store(mt_board_plane(&u->board, MT_PLANE_HI), 0);
