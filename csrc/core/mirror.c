@@ -556,7 +556,10 @@ static mt_status lower(mt_store *s, int unit, int param, int claims)
     if (!mt__aloft(u, param))
         return MT_OK;
     MT_DO(mt_ledger_fetch_begin(s, unit, &version));
-    a.want[MT_PLANE_HI] = stamp(s, u, MT_PLANE_HI) | (claims ? CLAIMED : 0);
+    /* In the slots, until this is over: an older stamp would take a newer one's place. */
+    a.want[MT_PLANE_HI] = STAMP * (1 + mt_board_said(&u->board, MT_COUNT_STEPPED,
+                                                     mt_share_rank(s->share)));
+    a.want[MT_PLANE_HI] |= claims ? CLAIMED : 0;
     if ((st = await_others(&a)) == MT_OK && a.mine != 0) {
         if ((st = mt_mirror_enter(s, unit)) == MT_OK) {
             st = home_of(u)->load(u->home_of, unit, HI);
@@ -699,14 +702,21 @@ static uint64_t rising(mt_store *s, const mt__unit *u, unsigned char *rises)
     return all >> 32;
 }
 
-/* All ranks are at the unit's evict. */
+/* All ranks are at the unit's evict. What is aloft no more was read for good before it was trained,
+ * and updates went down since. */
 static void rise(mt_store *s, mt__unit *u, const unsigned char *rises)
 {
     MT_WITH(&s->mirror_mu)
         for (int i = 0; i < u->shape.n; i++) {
+            int falls = atomic_load(&u->aloft[i]) && !rises[i];
+
             atomic_store(&u->aloft[i], rises[i]);
             if (rises[i])
                 tell(u, i, HI, MT_MIRROR_EVICTED);
+            else if (falls) {
+                tell(u, i, HI, MT_MIRROR_LOAD);
+                tell(u, i, HI, MT_MIRROR_LOADED);
+            }
         }
     (void)mt__thin(s, u, 0);                 /* what is not registered is copied more slowly */
     atomic_store(mt_board_plane(&u->board, MT_PLANE_HI), 0);

@@ -764,7 +764,7 @@ static void hand_over(runner *r, int unit, int micro)
         mt_param_desc d = shape_of(unit, i);
         int64_t       from, own = mt_store_owned(r->cx.store, unit, i, &from);
 
-        if (!d.trainable)
+        if (!d.trainable || !mt_store_trainable(r->cx.store, unit, i))
             continue;
         grad[i] = calloc((size_t)d.numel + 1, 4);
         REQUIRE(grad[i] != NULL);
@@ -952,7 +952,7 @@ static void submit(runner *r, unit_job *j, uint64_t *ticket)
 
         j[u] = (unit_job){ .r = r, .unit = u };
         for (int i = 0; i < PARAMS; i++)
-            if (shapes[i].trainable)
+            if (shapes[i].trainable && mt_store_trainable(r->cx.store, u, i))
                 j[u].params[j[u].n++] = i;
         jobs[k] = (mt_update_job){ .unit = u, .n_params = j[u].n, .params = j[u].params,
                                    .run = update, .gradient = gradient, .compute = compute,
@@ -1787,6 +1787,36 @@ TEST(weights_beside_which_some_are_trained_later_are_not_lost)
 {
     for (int k = 0; k < 2; k++)
         run_threads(PLAN(.ranks = 3, .settled = 7, .apart = k), thaw_some);
+}
+
+/* It is written before an update has brought it down. */
+static void *thaw_and_write(void *arg)
+{
+    runner *r = arg;
+
+    for (int u = 0; u < UNITS; u++)
+        CHECK_OK(mt_store_set_trainable(r->cx.store, u, 1, 0));
+    take_all(r);
+    for (int u = 0; u < UNITS; u++) {
+        CHECK_OK(mt_mirror_read(r->cx.store, u, 1));
+        CHECK_OK(mt_store_set_trainable(r->cx.store, u, 1, 1));
+    }
+    take_all(r);
+    write_from_outside_alike(r, 1);
+    fetch(r, 0);
+    CHECK_OK(r->cx.dev->ops->sync(r->run));
+    CHECK_EQ(memcmp(r->slot[0] + mt_store_offset(r->cx.store, 0, 1), place(r, 0, 1, MT_PLANE_HI, 0),
+                    (size_t)shape_of(0, 1).numel * 4), 0);
+    meet(r);
+    one_step(r);
+    meet(r);
+    return NULL;
+}
+
+TEST(weights_that_are_trained_later_may_be_written)
+{
+    for (int k = 0; k < 2; k++)
+        run_all(PLAN(.ranks = 3, .settled = 7, .apart = k), thaw_and_write);
 }
 
 /* A rise that comes late, when a save is on and the next step is announced. */
