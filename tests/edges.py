@@ -123,8 +123,7 @@ def loop(scenario: Scenario, model: Walk, opt: Any, device: str) -> dict[str, Te
         for micro in range(scenario.accumulate):
             if scenario.wander:
                 model.path = way.choices(range(4), k=way.randrange(2, 6))
-            ids = batch(step * scenario.accumulate + micro).to(device)
-            loss = lm_loss(model, ids) / scenario.accumulate
+            loss = lm_loss(model, batch(step * scenario.accumulate + micro).to(device)) / scenario.accumulate
             loss.backward()
             losses[f"loss {step}.{micro}"] = loss.detach()
         opt.step()
@@ -232,8 +231,7 @@ def placed(name: str, device: str, dtype: torch.dtype, states: str = "fp32") -> 
     return seen, counted
 
 
-def misplaced(name: str, device: str, dtype: torch.dtype, right: dict[str, Tensor],
-              states: str = "fp32") -> str | None:
+def misplaced(name: str, device: str, dtype: torch.dtype, right: dict[str, Tensor], states: str = "fp32") -> str | None:
     """What is not the same to the bit; also when a placement was none."""
     other, counted = placed(name, device, dtype, states)
     if ("unlocked" in name) != (counted["unlocked"] > 0):

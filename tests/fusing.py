@@ -115,8 +115,7 @@ def none_fused(found: dict[str, str], why: str) -> None:
 def train(model: nn.Module, batch: Batch, optimizer: Any, steps: int = 2, accumulate: int = 1,
           loss: Callable[..., Tensor] = zoo.model_loss) -> Run:
     run = Run()
-    params = [p for p in model.parameters() if p.requires_grad]
-    opt = optimizer(params, lr=1e-2, weight_decay=0.1, eps=1e-4)
+    opt = optimizer([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1, eps=1e-4)
     for step in range(steps):
         for micro in range(accumulate):
             value = loss(model, batch(step * accumulate + micro)) / accumulate

@@ -14,8 +14,7 @@ each_type = pytest.mark.parametrize("dtype", TYPES, ids=str)
 
 
 def numbers(device: str, dtype: torch.dtype, *shape: int, seed: int = 0, size: float = 1.0) -> Tensor:
-    g = torch.Generator().manual_seed(seed + sum(shape))
-    return (torch.randn(*shape, generator=g) * size).to(device, dtype)
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))) * size).to(device, dtype)
 
 
 def threads_change_no_bit(run: Callable[[], Sequence[Tensor]]) -> None:

@@ -151,8 +151,7 @@ def rms_norm_backward(dy: Tensor, s: Tensor, weight: Tensor, eps: float, plus: f
     return vjp(lambda s, w: rms_norm(s, w, eps, plus)[0], dy, s, weight)
 
 
-def layer_norm(s: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-               ) -> tuple[Tensor, Tensor, Tensor]:
+def layer_norm(s: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """y, mean [...] and rstd [...] from s [..., n]."""
     mean = s.mean(-1, keepdim=True)
     rstd = torch.rsqrt((s - mean).square().mean(-1, keepdim=True) + eps)

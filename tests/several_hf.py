@@ -27,8 +27,7 @@ class Rows(torch.utils.data.Dataset):
         return ROWS
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        g = torch.Generator().manual_seed(i)
-        ids = torch.randint(4, 128, (12,), generator=g)
+        ids = torch.randint(4, 128, (12,), generator=torch.Generator().manual_seed(i))
         labels = ids.clone()
         labels[: i % 7] = -100
         return {"input_ids": ids, "labels": labels}
@@ -52,8 +51,7 @@ def _given(model: nn.Module, streamed: bool) -> Iterator[nn.Module]:
 
 
 def _adamw(model: nn.Module, ours: bool) -> torch.optim.Optimizer:
-    params = [p for p in model.parameters() if p.requires_grad]
-    return (mt.AdamW if ours else torch.optim.AdamW)(params, **RATE)
+    return (mt.AdamW if ours else torch.optim.AdamW)([p for p in model.parameters() if p.requires_grad], **RATE)
 
 
 def _digest(model: nn.Module) -> list[str]:

@@ -128,8 +128,7 @@ def batch(step: int) -> Tensor:
 
 
 def lm_loss(model: nn.Module, ids: Tensor) -> Tensor:
-    out = model(ids)
-    return F.cross_entropy(out[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    return F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
 def rows(step: int) -> Tensor:
@@ -253,8 +252,7 @@ def bf16_model_with_fp32_router(t: Trial) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             weights = self.router(x.float()).softmax(-1)
-            out = torch.stack([e(x) for e in self.experts], -1) * weights.unsqueeze(-2).to(x.dtype)
-            return x + out.sum(-1)
+            return x + (torch.stack([e(x) for e in self.experts], -1) * weights.unsqueeze(-2).to(x.dtype)).sum(-1)
 
     def build() -> nn.Module:
         model = Tiny([Moe() for _ in range(3)])
@@ -572,8 +570,7 @@ def root_that_calls_itself() -> nn.Module:
 @passes(Tiny)
 def layer_called_by_the_user(t: Trial, model: nn.Module, ids: Tensor) -> Tensor:
     """A part of the model called on its own, outside the root's forward."""
-    x = model.layers[2](model.layers[1](model.embed(ids)))
-    return F.cross_entropy(model.head(x).flatten(0, 1), ids.flatten())
+    return F.cross_entropy(model.head(model.layers[2](model.layers[1](model.embed(ids)))).flatten(0, 1), ids.flatten())
 
 
 @situation
@@ -697,8 +694,7 @@ def tensor_that_escapes_through_an_attribute(t: Trial) -> None:
             return super().forward(x)
 
     def loss(model: nn.Module, ids: Tensor) -> Tensor:
-        value = lm_loss(model, ids)
-        return value + 1e-2 * sum(layer.seen.square().mean() for layer in model.layers)
+        return lm_loss(model, ids) + 1e-2 * sum(layer.seen.square().mean() for layer in model.layers)
 
     t.train(t.stream(made(lambda: Tiny([Router() for _ in range(3)]))), batch, loss)
 
@@ -712,8 +708,7 @@ def tensor_captured_by_a_hook_inside_a_layer(t: Trial) -> None:
 
     def loss(model: nn.Module, ids: Tensor) -> Tensor:
         seen.clear()
-        value = lm_loss(model, ids)
-        return value + 1e-2 * sum(s.square().mean() for s in list(seen)[:4])
+        return lm_loss(model, ids) + 1e-2 * sum(s.square().mean() for s in list(seen)[:4])
 
     t.train(model, batch, loss)
 
@@ -1241,8 +1236,7 @@ def torch_transformer_encoder(t: Trial) -> None:
     class Net(Tiny):
         def __init__(self) -> None:
             super().__init__([])
-            layer = nn.TransformerEncoderLayer(H, 4, 64, dropout=0.1, batch_first=True)
-            self.encoder = nn.TransformerEncoder(layer, 3)
+            self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(H, 4, 64, dropout=0.1, batch_first=True), 3)
 
         def body(self, x: Tensor) -> Tensor:
             mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
@@ -1668,8 +1662,7 @@ def exception_inside_a_layer(t: Trial) -> None:
 def not_finite_gradients(t: Trial) -> None:
     """Infinities pass through streaming as they are; what to do with them is the optimizer's affair."""
     model = t.stream(made())
-    value = lm_loss(model, t.batch(batch(0)))
-    (value * float("inf")).backward()
+    (lm_loss(model, t.batch(batch(0))) * float("inf")).backward()
     t.note_grads("infinite", model)
     model.zero_grad()
     t.train(model, batch, lm_loss)
@@ -1709,12 +1702,10 @@ def surgery_after_stream_is_refused(t: Trial) -> None:
 def peft_after_stream_is_refused(t: Trial) -> None:
     import peft
     model = t.stream(llama())
-    opt = t.default_optimizer(model)
-    ordinary(t, 0, model, opt, hf_loss, text)
+    ordinary(t, 0, model, t.default_optimizer(model), hf_loss, text)
     if t.streamed and not IDENTITY:
         def wrap_and_run() -> None:
-            config = peft.LoraConfig(r=2, target_modules=["q_proj"])
-            wrapped = peft.get_peft_model(model, config)
+            wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
             wrapped(**t.batch(text(0)))
         t.refuses(wrap_and_run, "peft")
 
@@ -1837,8 +1828,7 @@ def unstream_gives_the_model_back(t: Trial) -> None:
     model, _ = trained(t)
     if t.streamed and not IDENTITY:
         import megatrain_torch as mt
-        back = mt.unstream(model)
-        t.expect(back is model, "unstream returned another object")
+        t.expect(mt.unstream(model) is model, "unstream returned another object")
         t.expect(all(type(p) is nn.Parameter for p in model.parameters()), "parameters are not plain")
         t.expect(all("forward" not in vars(m) for m in model.modules()), "the model is still wrapped")
     t.note_state("given back", model)

@@ -616,8 +616,7 @@ def test_in_backward_skips_units_that_are_not_finite() -> None:
             grads[2] = torch.tensor(math.inf, dtype=BF16)
         feed(model, opt, grads)
         follow(refs, grads if step != 1 else [*grads[:2], None, grads[3]])
-        norm = flat(grads).norm().item()
-        assert opt.grad_norm == pytest.approx(norm, rel=1e-12)
+        assert opt.grad_norm == pytest.approx(flat(grads).norm().item(), rel=1e-12)
     assert opt.skipped_steps == 1
     assert_follows(model, opt, refs)
 
@@ -637,8 +636,7 @@ def test_an_optimizer_that_is_gone_updates_no_more() -> None:
 
 def halfway(dtype: torch.dtype, **kw: Any) -> tuple[Dots, Any]:
     model = dots(dtype, delay_us=100)
-    opt = mt.AdamW(model.parameters(), max_grad_norm=0.5, **{**HYPER, **kw})
-    return fed(model, opt, range(3))
+    return fed(model, mt.AdamW(model.parameters(), max_grad_norm=0.5, **{**HYPER, **kw}), range(3))
 
 
 def finish(model: Dots, opt: Any) -> dict[str, Tensor]:

@@ -20,8 +20,7 @@ import megatrain_torch as mt
 
 def trained(make: Any, **kw: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model = dots(**kw)
-    opt = make(model.parameters(), lr=1e-2)
-    return fed(model, opt, range(2))
+    return fed(model, make(model.parameters(), lr=1e-2), range(2))
 
 
 def move(opt: torch.optim.Optimizer, to: Any) -> None:
@@ -152,8 +151,7 @@ def swap_two_moments(model: Dots, opt: torch.optim.Optimizer) -> None:
 
 @change
 def update_a_dict(model: Dots, opt: torch.optim.Optimizer) -> None:
-    s = each(opt)[0]
-    s.update(exp_avg=torch.zeros(SHAPES[0]), step=torch.tensor(0.0))
+    each(opt)[0].update(exp_avg=torch.zeros(SHAPES[0]), step=torch.tensor(0.0))
 
 
 @change
@@ -204,8 +202,7 @@ def write_a_tensor_rate(model: Dots, opt: torch.optim.Optimizer) -> None:
 
 @change
 def split_the_group(model: Dots, opt: torch.optim.Optimizer) -> None:
-    last = opt.param_groups[0]["params"].pop()
-    opt.add_param_group({"params": [last], "lr": 1e-3, "betas": (0.8, 0.99)})
+    opt.add_param_group({"params": [opt.param_groups[0]["params"].pop()], "lr": 1e-3, "betas": (0.8, 0.99)})
 
 
 @change

@@ -138,15 +138,13 @@ def test_a_base_of_codes_trains_to_its_packages_bits(arch: str, form: str, how: 
 def test_dora_trains_over_codes(form: str, how: str, folder: Callable[[str], Path]) -> None:
     """PEFT reads the base's weight in the adapter's forward, and on a CPU puts it there anew."""
     plain = with_adapter(base(folder("llama"), form), use_dora=True)
-    model = streamed(copy.deepcopy(plain), how)
-    assert_same(trained(model), trained(plain))
+    assert_same(trained(streamed(copy.deepcopy(plain), how)), trained(plain))
 
 
 def assert_same_state(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert list(found) == list(wanted)
     for name, t in wanted.items():
-        inner = t.__tensor_flatten__()[0] if hasattr(t, "qdata") else [""]
-        for piece in inner:
+        for piece in (t.__tensor_flatten__()[0] if hasattr(t, "qdata") else [""]):
             a, b = ((getattr(x, piece) if piece else x).detach() for x in (found[name], t))
             a, b = (x.reshape(-1).clone().view(torch.uint8) if x.dtype == y.dtype else x for x, y in ((a, b), (b, a)))
             assert torch.equal(a, b), f"{name} {piece}"      # codes kept as bf16 may be its NaN
@@ -236,14 +234,12 @@ def test_codes_are_counted_as_what_they_are(folder: Callable[[str], Path]) -> No
     assert layer_of.kind == "layer" and len(layer_of.products) == 7 and layer_of.dense == (2 * 64 * 128, 0)
     assert layer_of.template.expanded == (2 * 64 * 256, 2 * sum(p.fan_in * p.fan_out for p in layer_of.products))
     assert mt.plan(model, tokens=24, seq=12, machine="cpu").seconds > 0
-    layer = model.model.layers[0]
-    codes = sum(p.numel() for p in layer.parameters() if p.dtype == torch.uint8)
+    codes = sum(p.numel() for p in model.model.layers[0].parameters() if p.dtype == torch.uint8)
     assert codes * 2 == sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(
         ARCHES["llama"]()).model.layers[0].parameters() if p.dim() > 1)
     streamed(model, "replay")
     rt = next(model.parameters())._mt_runtime
-    unit = rt.unit_names.index("model.layers.0")
-    assert codes < rt.core.hi_bytes(unit) < codes * 2
+    assert codes < rt.core.hi_bytes(rt.unit_names.index("model.layers.0")) < codes * 2
 
 
 # ---- refused by name -----------------------------------------------------------------------------
@@ -414,8 +410,7 @@ def test_saved_codes_are_read_again_by_transformers(tmp_path: Path) -> None:
 
 def test_experts_in_nf4_are_saved_copied_and_given_back(tmp_path: Path) -> None:
     model = published("nf4-experts", tmp_path / "at", compute="eager", plan={"experts": 3, "slots": 2})
-    first = copy.deepcopy(model)
-    assert sum(type(p).__name__ == "Coded" for p in first.parameters()) == 4
+    assert sum(type(p).__name__ == "Coded" for p in copy.deepcopy(model).parameters()) == 4
     losses(model, opt := adamw(model), 0, 1)
     mt.save(model, opt, tmp_path / "saved")
     wanted = losses(model, opt, 2, 3)

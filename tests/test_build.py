@@ -108,8 +108,7 @@ def test_a_folder_without_the_header_is_no_toolkit(alone: Path, monkeypatch: pyt
 
 
 def test_cuda_home_comes_before_path(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = toolkit(alone / "other")
-    (alone / "path/nvcc").symlink_to(other / "bin/nvcc")
+    (alone / "path/nvcc").symlink_to(toolkit(alone / "other") / "bin/nvcc")
     monkeypatch.setenv("CUDA_HOME", str(toolkit(alone / "home")))
     assert build.find_toolkit().include == alone / "home/include"
 
@@ -221,8 +220,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("csrc", "megatrain_torch"):
         shutil.copytree(ROOT / name, copy / name, ignore=hidden)
     env = {**os.environ, "MEGATRAIN_CUDA": "0", "MEGATRAIN_LABEL": "1", "CFLAGS": WERROR}
-    said = run(sys.executable, "setup.py", "bdist_wheel", cwd=copy, env=env)
-    assert "CUDA part left out (MEGATRAIN_CUDA=0)" in said
+    assert "CUDA part left out (MEGATRAIN_CUDA=0)" in run(sys.executable, "setup.py", "bdist_wheel", cwd=copy, env=env)
     (made,) = (copy / "dist").glob("*.whl")
     return made
 

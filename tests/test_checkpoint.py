@@ -162,8 +162,7 @@ def dropped(folder: Path | None = None, states: str = "fp32") -> Any:
     model = mt.stream(Dropped(), device="cpu")
     opt = mt.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0, states=states)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 10)
-    at = mt.load(model, opt, folder, scheduler=scheduler) if folder is not None else 0
-    return model, opt, scheduler, at
+    return model, opt, scheduler, (mt.load(model, opt, folder, scheduler=scheduler) if folder is not None else 0)
 
 
 def go_on(model: nn.Module, opt: mt.AdamW, scheduler: Any, begin: int, end: int) -> list[float]:
@@ -271,8 +270,7 @@ def test_states_of_the_other_adamw_come_by_its_state_dict(tmp_path: Path, there:
 
 
 def test_optimizers_that_share_a_name_alone_are_refused_before_anything_is_touched(tmp_path: Path) -> None:
-    strange = type("AdamW", (torch.optim.Adagrad,), {"__module__": "other.optimizers"})
-    mt.save(*stepped(strange), tmp_path / "c")
+    mt.save(*stepped(type("AdamW", (torch.optim.Adagrad,), {"__module__": "other.optimizers"})), tmp_path / "c")
     for kind, folder, why in ((mt.AdamW, "c", "states of other.AdamW, and mt.AdamW is to"),
                               (torch.optim.AdamW, "c", "states of other.AdamW, and torch.optim.AdamW")):
         pair = stepped(kind, steps=1)
@@ -455,12 +453,12 @@ def test_failure_behind_the_callers_back_reaches_the_next_call(tmp_path: Path, m
         train(pair, 2, 3)                                        # which is told no more
 
 
+def interrupt(*_: int) -> None:
+    raise KeyboardInterrupt
+
+
 def test_interrupted_save_stays_an_interruption_and_leaves_the_one_before(tmp_path: Path) -> None:
     pair, want = saved_and_trained_on(tmp_path)
-
-    def interrupt(*_: int) -> None:
-        raise KeyboardInterrupt
-
     for owner, name in ((checkpoint.Saving, "_follow"), (checkpoint, "held_by")):
         with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr(owner, name, interrupt)
@@ -476,8 +474,7 @@ def test_save_that_somebody_stopped_waiting_for_is_still_under_way(tmp_path: Pat
     write, may_write = manifest.write, threading.Event()
     monkeypatch.setattr(manifest, "write", lambda *args: (may_write.wait(30), write(*args)))
     saving = mt.save(*pair, tmp_path / "c", asynchronous=True)
-    main = threading.main_thread().ident
-    threading.Timer(0.2, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
+    threading.Timer(0.2, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         mt.save(*pair, tmp_path / "d")
     assert not saving.over and runtime_of(pair[0]).saving is saving and not (tmp_path / "d").exists()
@@ -536,9 +533,6 @@ def test_save_that_is_given_no_thread_is_made_at_once(tmp_path: Path, monkeypatc
         saving = mt.save(*pair, tmp_path / "c", asynchronous=True)
     assert saving.over and saving.wait() is saving and saving.held == saving.seconds
 
-    def interrupt(*_: int) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(threading.Thread, "start", refuse)
         patched.setattr(checkpoint.Saving, "_follow", interrupt)
@@ -567,8 +561,7 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Pa
     (tmp_path / "file").write_text("")
     with pytest.raises(mt.MegatrainError, match="cannot be written there: File exists"):
         mt.save(model, opt, tmp_path / "file" / "c")
-    monkey = pytest.MonkeyPatch()
-    with monkey.context() as m, pytest.raises(mt.MegatrainError, match="are free in"):
+    with pytest.MonkeyPatch().context() as m, pytest.raises(mt.MegatrainError, match="are free in"):
         m.setattr(checkpoint.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
         mt.save(model, opt, tmp_path / "c")
     with pytest.raises(mt.MegatrainError, match="there is no host memory"):
@@ -596,9 +589,8 @@ def test_checkpoints_of_other_models_are_refused(tmp_path: Path) -> None:
         with pytest.raises(mt.MegatrainError, match=why):
             mt.load(model, mt.AdamW(model.parameters()), tmp_path / "c")
     model, _ = make(tmp_path)
-    groups = [{"params": [p]} for p in model.parameters()]
     with pytest.raises(mt.MegatrainError, match="groups have"):
-        mt.load(model, mt.AdamW(groups), tmp_path / "c")
+        mt.load(model, mt.AdamW([{"params": [p]} for p in model.parameters()]), tmp_path / "c")
     with pytest.raises(mt.MegatrainError, match="nowhere: there is no such folder"):
         mt.load(model, None, tmp_path / "nowhere")
     (tmp_path / "c" / manifest.NAME).unlink()

@@ -255,8 +255,7 @@ def test_a_state_of_another_form_than_its_parameter_is_refused_without_a_look_at
 
 
 def test_a_tensor_that_two_files_have_is_refused(folder: Path, target: Any) -> None:
-    data = (folder / "model-00001-of-00003.safetensors").read_bytes()
-    replace(folder, "model-00009-of-00003.safetensors", data)
+    replace(folder, "model-00009-of-00003.safetensors", (folder / "model-00001-of-00003.safetensors").read_bytes())
     assert "which is in model-00001-of-00003.safetensors too" in refused(folder, target)
 
 

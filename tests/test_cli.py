@@ -390,8 +390,7 @@ def test_rows_of_one_document_hold_every_token_once(spec: list[tuple[int, bool]]
 
 
 def test_what_is_held_out_is_not_trained() -> None:
-    found = [piece(0, 50, False), piece(100, 50, False), piece(200, 50, True)]
-    train, held = data.held_out(found, 0.2, seed=1)
+    train, held = data.held_out([piece(0, 50, False), piece(100, 50, False), piece(200, 50, True)], 0.2, seed=1)
     tokens = [set(np.concatenate([d.ids for d in part]).tolist()) for part in (train, held)]
     assert not tokens[0] & tokens[1] and len(tokens[0] | tokens[1]) == 150
     assert len(tokens[1]) == 30 or set(range(200, 250)) <= tokens[1]

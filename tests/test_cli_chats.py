@@ -120,8 +120,7 @@ def test_a_template_that_shows_what_came_before_otherwise_is_trained_as_it_asks(
     tokenizer.chat_template = ("{% for m in messages %}{% if m.role != 'system' %}<{{ m.role[0] }}>{% if loop.last and m.role "
                                "== 'user' %}{{ messages[0].content }}: {% endif %}{{ m.content }}{% endif %}{% endfor %}"
                                "{% if add_generation_prompt %}<a>{% endif %}")
-    chat = [{"role": "system", "content": "be kind"}, *TALK]
-    [found] = data.documents([{"messages": chat}], tokenizer)
+    [found] = data.documents([{"messages": [{"role": "system", "content": "be kind"}, *TALK]}], tokenizer)
     assert [tokenizer.decode(p.ids) for p in found.parts] == [
         "<u>be kind: first asked<a>first said<end>", "<u>first asked<a>first said<u>be kind: then asked<a>then said<end>"]
     assert [tokenizer.decode(p.ids[p.trained]) for p in found.parts] == ["first said<end>", "then said<end>"]

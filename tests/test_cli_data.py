@@ -39,8 +39,7 @@ def read(path: Path, content: str | bytes, tokenizer: Any = None, column: str | 
     ("a.csv", 'text\r\nhello\r\n"a, ""b""\r\nc"\r\n'), ("a.tsv", 'text\tid\nhello\t1\n"a, ""b""\nc"\t2\n'),
     ("a.CSV", '\ufeffid,Text\n1,hello\n2,"a, ""b""\nc"\n'), ("a.csv", 'id;text\n1;hello\n2;"a, ""b""\nc"\n')])
 def test_a_row_of_a_table_is_a_record(tmp_path: Path, name: str, content: str) -> None:
-    found = [text.replace("\r", "") for text, _ in read(tmp_path / name, content)]
-    assert found == ["hello<end>", 'a, "b"\nc<end>']
+    assert [text.replace("\r", "") for text, _ in read(tmp_path / name, content)] == ["hello<end>", 'a, "b"\nc<end>']
 
 
 def test_a_table_of_questions_trains_the_answers_and_one_of_messages_what_the_assistant_says(tmp_path: Path) -> None:
@@ -220,8 +219,7 @@ def begun(toy: str, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: 
 
 
 def test_what_is_held_out_is_data_of_its_own(begun: Path) -> None:
-    settings = folder.settings_of(begun / "run")
-    (parts, identity) = train.parts_of(settings, bytes_tokenizer())
+    parts, identity = train.parts_of(folder.settings_of(begun / "run"), bytes_tokenizer())
     assert bytes_tokenizer().decode(parts[1][0].ids) == TEXT[5000:5600] + "<end>" and len(parts[0]) == 2
     assert "validation" not in identity and "source 1 of validation" in identity
     assert [line for line in lines(begun / "run") if "eval_loss" in line]

@@ -331,5 +331,4 @@ def test_published_codes_are_counted_in_experts_too() -> None:
         experts = [p for n, p in model.named_parameters() if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]
         assert len(experts) == 2 and all(type(p).__name__ == "Coded" for p in experts)
         for p in experts:
-            nbytes = p.codes.nbytes + p.scales.nbytes
-            assert nbytes * 8 == pytest.approx(bits * p.numel(), rel=1e-3)
+            assert (p.codes.nbytes + p.scales.nbytes) * 8 == pytest.approx(bits * p.numel(), rel=1e-3)

@@ -161,7 +161,6 @@ def test_a_text_takes_at_most_twelve_bytes_a_byte(tmp_path: Path) -> None:
     except OSError:
         pytest.skip("the peak of this process's memory cannot be asked for here")
     before = memory("VmRSS")
-    found = data.sources(settings, settings.data, tokenizer)
-    parts = data.held_out(data.mixed(found, 0), 0.02, 0)
+    parts = data.held_out(data.mixed(data.sources(settings, settings.data, tokenizer), 0), 0.02, 0)
     assert len(data.rows_of(settings, tokenizer, parts, LlamaConfig())[0]) > 5000
     assert memory("VmHWM") - before < 12 * size + 20_000_000, "20 MB: what calls of the tokenizer take"

@@ -47,8 +47,7 @@ def norm_of(model: nn.Module) -> float:
 
 def prepared(accelerator: Any, **kwargs: Any) -> tuple[nn.Module, Any]:
     model = streamed(llama())
-    opt = mt.AdamW(model.parameters(), lr=1e-2, eps=1e-4, **kwargs)
-    return model, accelerator.prepare(opt)
+    return model, accelerator.prepare(mt.AdamW(model.parameters(), lr=1e-2, eps=1e-4, **kwargs))
 
 
 @pytest.mark.parametrize("limit", [0.5, 0.0], ids=["clipped", "norm alone"])
@@ -104,8 +103,7 @@ def test_a_norm_that_is_given_by_name_is_known_too(accelerator: Any, read: Any) 
     model, _ = prepared(accelerator)
     backward(model)
     expected = norm_of(model)
-    norm = accelerator.clip_grad_norm_(model.parameters(), 1e-3)
-    assert read(norm).item() == pytest.approx(expected, rel=1e-5)
+    assert read(accelerator.clip_grad_norm_(model.parameters(), 1e-3)).item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_dropped_batch_takes_its_limit_along(accelerator: Any, no_host_norm: None) -> None:

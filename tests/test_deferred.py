@@ -257,8 +257,7 @@ def test_a_loss_of_16_bit_logits_has_their_type() -> None:
 
 def test_no_labels_at_all_is_nan_as_torchs() -> None:
     model = streamed(made())
-    ids = torch.full((2, T), -100)
-    assert torch.isnan(F.cross_entropy(model(batch(0)).view(-1, V), ids.view(-1)))
+    assert torch.isnan(F.cross_entropy(model(batch(0)).view(-1, V), torch.full((2, T), -100).view(-1)))
 
 
 # Of rows: when it can be made of labels of n dimensions and this shape, and the same move of logits and of labels.
@@ -689,8 +688,7 @@ def test_frozen_parts(frozen: str, tied: bool) -> None:
     def build() -> nn.Module:
         model = llama(tie_word_embeddings=tied)
         for p in model.parameters():
-            of_head = p is model.lm_head.weight
-            p.requires_grad_(of_head == (frozen == "body"))
+            p.requires_grad_((p is model.lm_head.weight) == (frozen == "body"))
         return model
 
     model = compare(build, lambda m, inputs: m(**inputs).loss)

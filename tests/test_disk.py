@@ -46,8 +46,7 @@ def make(tmp_path: Path) -> Callable[..., Pair]:
         model = doors.stream(plain_dots(dtype, SHAPES), device="cpu", nvme=str(tmp_path) if on_disk else None,
                              plan={"homes": homes, "grads": grads,
                                    "debug": ({"disk": TIGHT} if on_disk else {}) | (debug or {})})
-        opt = mt.AdamW(model.parameters(), max_grad_norm=clip, **{**HYPER, **hyper})
-        return fed(model, opt, range(steps))
+        return fed(model, mt.AdamW(model.parameters(), max_grad_norm=clip, **{**HYPER, **hyper}), range(steps))
 
     return trained
 

@@ -310,8 +310,7 @@ def large() -> nn.Module:
 
 def test_a_plan_fetches_experts_a_few_at_a_time_where_all_of_a_layer_do_not_fit() -> None:
     asked = dict(tokens=1024, seq=512, machine="h200-128g", compute="eager")
-    roomy = mt.plan(large(), **asked, vram="40GiB")
-    assert roomy.experts == 0
+    assert mt.plan(large(), **asked, vram="40GiB").experts == 0
     tight = mt.plan(large(), **asked, vram="3GiB")
     assert tight.experts == 16 and "experts 16 at a time" in str(tight)
     assert tight.vram["slots"] < 2 * 2**30 and tight.vram_bytes <= 3 * 2**30
@@ -327,8 +326,7 @@ def test_a_plan_and_the_model_have_the_same_slots() -> None:
     plan = mt.plan(model, tokens=24, seq=12, machine="cpu", experts=3, compute="eager", homes="ram")
     assert plan.experts == 3 and usual_experts([("experts.w", torch.nn.Parameter(torch.ones(2, 3, 4)))]) == 0
     mt.stream(model, "cpu", plan=plan)
-    rt = runtime_of(model)
-    assert sum(s.nbytes for s in rt.ring.slots) == plan.vram["slots"]
+    assert sum(s.nbytes for s in runtime_of(model).ring.slots) == plan.vram["slots"]
     assert "experts are fetched 3 at a time" in str(mt.explain(model))
     assert_same(trained(model), wanted("gpt-oss", "eager", "mxfp4"))
 

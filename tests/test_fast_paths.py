@@ -107,8 +107,7 @@ def test_same_bits_as_plain_torch(name: str, mode: str) -> None:
     model = mt.stream(copy.deepcopy(plain), device="cpu")
     want = outputs(plain, name, mode)
     for _ in range(2):
-        found = outputs(model, name, mode)
-        assert all(map(torch.equal, want, found))
+        assert all(map(torch.equal, want, outputs(model, name, mode)))
     model.load_state_dict({n: t.clone() for n, t in plain.state_dict().items()})
     assert all(map(torch.equal, want, outputs(model, name, mode)))
     if "encoder" in name and mode in ("no_grad", "inference", "frozen"):

@@ -286,8 +286,7 @@ def test_gradients_are_as_near_as_codes_let_them_be() -> None:
     def grads(dtype: torch.dtype, products: str) -> dict[str, Tensor]:
         parity.seed()
         model = DEEP().to(torch.bfloat16).to(dtype)
-        compute = "fused" if products == "fp8" else "eager"
-        model = doors.stream(model, "cpu", compute=compute, products=products)
+        model = doors.stream(model, "cpu", compute="fused" if products == "fp8" else "eager", products=products)
         model(**fusing.padded(0)).loss.backward()
         return {n: parity.frozen(p.grad).double() for n, p in model.named_parameters()}
 
@@ -479,8 +478,7 @@ def trained(products: str, seed: int, steps: int, change: Callable[[nn.Module], 
     opt = mt.AdamW(model.parameters(), lr=3e-3)
     losses = []
     for _ in range(steps):
-        at = torch.randint(0, 30_000, (4,), generator=g)
-        batch = torch.stack([ids[i:i + 48] for i in at.tolist()])
+        batch = torch.stack([ids[i:i + 48] for i in torch.randint(0, 30_000, (4,), generator=g).tolist()])
         losses.append(float(zoo.update(model(input_ids=batch, labels=batch).loss, opt)))
     held = ids[32_000:32_000 + 64 * 48].view(64, 48)
     with torch.no_grad():

@@ -109,8 +109,7 @@ def test_after_an_exception_and_in_a_part_of_the_model(mode: str) -> None:
     with pytest.raises((TypeError, RuntimeError)):
         functional_call(model, others(model), (tokens(), 1, 2))
     for m in (plain, model):
-        x = torch.ones(2, 8)
-        functional_call(m.layers[1], {"a.weight": torch.eye(8)}, (x,)).sum().backward()
+        functional_call(m.layers[1], {"a.weight": torch.eye(8)}, (torch.ones(2, 8),)).sum().backward()
     assert same([p.grad for p in plain.layers[1].parameters() if p.grad is not None],
                 [p.grad for p in model.layers[1].parameters() if p.grad is not None])
     assert same(grads(plain), grads(model))

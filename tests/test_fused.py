@@ -67,8 +67,7 @@ LLAMA = FAMILIES["llama"]
 def packed(step: int) -> dict[str, Tensor]:
     """Two texts in each row, told apart by their positions."""
     batch = zoo.text_unpadded(step)
-    positions = torch.cat((torch.arange(5), torch.arange(zoo.T - 5))).expand(zoo.B, -1)
-    return {**batch, "position_ids": positions}
+    return {**batch, "position_ids": torch.cat((torch.arange(5), torch.arange(zoo.T - 5))).expand(zoo.B, -1)}
 
 
 BATCHES = {"whole": zoo.text_unpadded, "padded": padded}
@@ -250,8 +249,7 @@ def test_parts_frozen_between_steps_are_followed() -> None:
 
 @pytest.mark.parametrize("keep", parity.turns(KEEPS[1:] + KEEPS[:1]))
 def test_micro_batches_add_up(keep: str) -> None:
-    options = dict(accumulate=3, steps=2)
-    fusing.same_as_plain(FAMILIES["llama_tied"], padded, keep, **options)
+    fusing.same_as_plain(FAMILIES["llama_tied"], padded, keep, accumulate=3, steps=2)
 
 
 @pytest.mark.parametrize("keep", parity.turns(KEEPS[2:] + KEEPS[:2]))

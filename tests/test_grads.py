@@ -30,8 +30,7 @@ GRAD = _core.PLANES["GRAD"]
 
 def trained(plan: dict[str, Any], dtype: torch.dtype = torch.bfloat16, steps: int = 6) -> tuple[Dots, mt.AdamW]:
     model = doors.stream(plain_dots(dtype), device="cpu", plan=plan)
-    opt = mt.AdamW(model.parameters(), in_backward=True, **HYPER)
-    return fed(model, opt, range(steps))
+    return fed(model, mt.AdamW(model.parameters(), in_backward=True, **HYPER), range(steps))
 
 
 def core_of(model: nn.Module) -> Any:
@@ -57,8 +56,7 @@ def test_a_transformer_with_tied_weights_trains_to_the_same_bits() -> None:
         opt = mt.AdamW(model.parameters(), lr=1e-2, eps=1e-4, in_backward=True)
         losses = {}
         for step in range(8):
-            loss = update(lm_loss(model, batch(step)), opt)
-            losses[f"loss {step}"] = loss.detach()
+            losses[f"loss {step}"] = update(lm_loss(model, batch(step)), opt).detach()
         return losses | {n: p.detach().clone() for n, p in model.named_parameters()}
     kept = run({})
     assert edges.difference(kept, run(NONE)) is None
@@ -72,8 +70,7 @@ def test_nothing_is_kept() -> None:
     opt.step()
     core_of(model).drain()
     assert core_of(model).host_bytes(GRAD) <= 3 << 20          # buffers of the least size
-    big = [(1 << 19,)] * 8
-    model = mt.stream(plain_dots(torch.bfloat16, big), device="cpu", plan=NONE)
+    model = mt.stream(plain_dots(torch.bfloat16, [(1 << 19,)] * 8), device="cpu", plan=NONE)
     opt = mt.AdamW(model.parameters(), in_backward=True, **HYPER)
     feed(model, opt, grads_for(model, 0))
     core_of(model).drain()
@@ -81,8 +78,7 @@ def test_nothing_is_kept() -> None:
 
 
 def test_fewer_buffers_are_fewer_bytes() -> None:
-    big = [(1 << 19,)] * 8
-    model = mt.stream(plain_dots(torch.bfloat16, big), device="cpu", plan=NONE | {"lent": 1})
+    model = mt.stream(plain_dots(torch.bfloat16, [(1 << 19,)] * 8), device="cpu", plan=NONE | {"lent": 1})
     opt = mt.AdamW(model.parameters(), in_backward=True, **HYPER)
     feed(model, opt, grads_for(model, 0))
     core_of(model).drain()

@@ -139,8 +139,7 @@ def test_gradient_checkpointing_is_for_what_no_plan_says(plan: dict[str, Any], t
     mt.stream(model, "cpu", units=NAMES, plan=plan)
     model.gradient_checkpointing = True
     model(torch.zeros(1, 4)).sum().backward()
-    keeps = [w.keeps for w in runtime_of(model).windows]
-    assert keeps == (then.split() * 2)[:2] and not model.gradient_checkpointing
+    assert [w.keeps for w in runtime_of(model).windows] == (then.split() * 2)[:2] and not model.gradient_checkpointing
 
 
 def test_device_property_says_where_inputs_go() -> None:

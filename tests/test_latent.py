@@ -58,8 +58,7 @@ def test_a_cache_gathers_what_the_models_own_code_gives_it(form: str) -> None:
 def test_values_of_another_size_are_attention_by_blocks_of_queries_and_filled_up_too() -> None:
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 13, 4, n, generator=g, dtype=torch.float64) for n in (12, 12, 8))
-    one = Attention(0.3, causal=True, values=8)
-    right, _ = one.forward(q, k, v)
+    right, _ = Attention(0.3, causal=True, values=8).forward(q, k, v)
     assert right.shape == v.shape
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

@@ -68,8 +68,7 @@ def test_so_has_a_mixture_of_experts(family: str) -> None:
 @pytest.mark.parametrize("where", ["", "+host"])
 def test_the_layer_before_may_keep_more(keep: str, where: str) -> None:
     def train(first: str, second: str) -> dict[str, Tensor]:
-        modes = {f"model.layers.{i}": (first, second)[i % 2] for i in range(5)}
-        return grads_of(tiny(modes, delay_us=50), once)
+        return grads_of(tiny({f"model.layers.{i}": (first, second)[i % 2] for i in range(5)}, delay_us=50), once)
 
     right, found = train(keep, keep), train(keep + where, f"linked{where}")
     assert all(parity.same_bits(right[n], found[n]) for n in right)

@@ -106,8 +106,7 @@ def test_adapters_in_fp32_beside_16_bits_have_gradients_in_fp32(monkeypatch: pyt
 def test_bases_lie_side_by_side_in_their_slot() -> None:
     """Else each product would copy its matrix first."""
     model = stream(with_lora(LLAMA)())
-    units = fusing.runtime_of(model).units
-    at = {id(r.param): r for unit in units for r in unit}
+    at = {id(r.param): r for unit in fusing.runtime_of(model).units for r in unit}
     layer = model.base_model.model.model.layers[1]
     for group in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
         found = [at[id(layer.get_submodule(f"{n}.base_layer").weight)] for n in group]

@@ -20,10 +20,7 @@ from megatrain_torch.fused.loss import FIRST_ROUNDED, linear_cross_entropy, roun
 
 E = 2**-24
 OPTIONS = {
-    "plain": {},
-    "sum": {"reduction": "sum"},
-    "cap": {"softcap": 5.0},
-    "smooth": {"label_smoothing": 0.1},
+    "plain": {}, "sum": {"reduction": "sum"}, "cap": {"softcap": 5.0}, "smooth": {"label_smoothing": 0.1},
     "scale": {"logit_scale": 0.3},
     "all": {"softcap": 4.0, "label_smoothing": 0.2, "logit_scale": 1.7, "reduction": "sum"},
 }

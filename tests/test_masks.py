@@ -74,8 +74,7 @@ def test_a_model_trains_as_plain_torch_with_its_masks(family: str, keep: str, ba
     own: list[Tensor] = []
     for kind in masks.KINDS:
         theirs = getattr(AttentionMaskInterface()[kind], "mt_own", AttentionMaskInterface()[kind])
-        counted = functools.partial(count, own, theirs)
-        monkeypatch.setitem(AttentionMaskInterface._global_mapping, kind, counted)
+        monkeypatch.setitem(AttentionMaskInterface._global_mapping, kind, functools.partial(count, own, theirs))
         masks._patch(AttentionMaskInterface, kind)
     right = fusing.plain(FAMILIES[family], batch)
     assert own
@@ -198,8 +197,7 @@ def test_a_stand_in_used_as_a_tensor_is_the_mask() -> None:
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, _: Any, most: int, __: int, dropout: float, causal: bool,
                   debug: bool, scale: float, **window: int) -> tuple[Any, ...]:
     logits = seen_logits(q, k, cu, causal, scale, window)
-    groups = q.shape[1] // k.shape[1]
-    out = logits.softmax(2) @ v.repeat_interleave(groups, 1).transpose(0, 1)
+    out = logits.softmax(2) @ v.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(0, 1)
     return out.transpose(0, 1).contiguous(), logits.logsumexp(2), None, None, None
 
 
@@ -236,8 +234,7 @@ def test_flash_is_given_windows_sequences_and_sinks(lengths: tuple[int, ...], ro
     sinks = torch.rand(4, dtype=torch.float64, generator=g) if with_sinks else None
     packed = Packed.of(lengths, CPU) if lengths else None
     one = Attention(0.3, True, packed=packed, window=window)
-    sight = Sight(rows, 12, CPU, window, packed, torch.float64)
-    by_mask = Attention(0.3, False, sight.real, spelled=True)
+    by_mask = Attention(0.3, False, Sight(rows, 12, CPU, window, packed, torch.float64).real, spelled=True)
 
     def all_of(one: Attention) -> list[Tensor]:
         out, kept = one.forward(q, k, v, sinks)

@@ -169,8 +169,7 @@ def test_attention_with_sinks_is_a_softmax_with_one_more_logit(groups: int, mask
     out, kept = kernel.forward(q, k, v, sinks)
     assert kept is not None, "no kernel took it"
     leaves = [t.clone().requires_grad_() for t in (q, k, v, sinks)]
-    each = [t.transpose(1, 2) for t in leaves[:3]]
-    wanted = kernel._torch(*each, leaves[3]).transpose(1, 2)
+    wanted = kernel._torch(*[t.transpose(1, 2) for t in leaves[:3]], leaves[3]).transpose(1, 2)
     assert fusing.error(wanted, out) < 1e-14
     grads = torch.autograd.grad(wanted, leaves, dout)
     for a, b in zip(grads, kernel.backward(dout, q, k, v, out, kept, sinks)):

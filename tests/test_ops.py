@@ -76,8 +76,7 @@ def test_adamw_has_the_bits_of_the_core(dtype: torch.dtype, n: int) -> None:
     adamw(*planes, clip=0.5)
     hi2, lo2, m2, v2, grad2 = (0 if t is None else t.data_ptr() for t in copies)
     number = _core.DTYPES[FLOATS[dtype]]
-    numbers = (*HYPER.values(), 1, False)
-    _core.adam_step([(number, n, hi2, lo2, 0, m2, v2, grad2, number, *numbers)], 0.5, 1, 0)
+    _core.adam_step([(number, n, hi2, lo2, 0, m2, v2, grad2, number, *HYPER.values(), 1, False)], 0.5, 1, 0)
     for got, wanted in zip(planes, copies):
         assert got is None or torch.equal(got, wanted)
 
@@ -85,8 +84,7 @@ def test_adamw_has_the_bits_of_the_core(dtype: torch.dtype, n: int) -> None:
 def test_the_schema_says_what_is_written() -> None:
     """opcheck runs the op and compares which arguments changed with what the schema declares."""
     planes = [torch.randn(10), None, torch.zeros(10), torch.zeros(10), torch.randn(10)]
-    args = (*planes, *HYPER.values(), 1, 1.0)
-    torch.library.opcheck(torch.ops.megatrain.adamw_, args, test_utils="test_schema")
+    torch.library.opcheck(torch.ops.megatrain.adamw_, (*planes, *HYPER.values(), 1, 1.0), test_utils="test_schema")
     torch.library.opcheck(torch.ops.megatrain.sumsq, (planes[0],), test_utils="test_schema")
     four = torch.zeros(5, dtype=torch.uint8), torch.zeros(1)
     torch.library.opcheck(torch.ops.megatrain.nf4_codes, (planes[0], 64, *four), test_utils="test_schema")

@@ -52,8 +52,7 @@ def problem(device: str, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor,
 def test_the_reference_is_autograds(device: str) -> None:
     dy, ids, rows = problem(device, "long rows amid short ones", torch.float32)
     table = torch.zeros(rows, dy.shape[1], dtype=torch.float64, device=device, requires_grad=True)
-    out = torch.nn.functional.embedding(ids, table, padding_idx=3)
-    out.backward(dy.double())
+    torch.nn.functional.embedding(ids, table, padding_idx=3).backward(dy.double())
     wanted, size = table.grad, torch.zeros_like(table).index_add_(0, ids, dy.double().abs())
     # No addition is followed by more than 255 of its piece and 3 of pieces, each off by 2^-24.
     assert ((reference.embedding_backward(dy, ids, rows, 3).double() - wanted).abs() <= 259 * 2**-24 * size).all()
@@ -63,8 +62,7 @@ def test_the_reference_is_autograds(device: str) -> None:
 @each_type
 def test_sums_have_the_stated_order_to_the_bit(device: str, dtype: torch.dtype, name: str) -> None:
     dy, ids, rows = problem(device, name, dtype)
-    wanted = reference.embedding_backward(dy, ids, rows)
-    assert torch.equal(ops.embedding_backward(dy, ids, rows), wanted.to(dtype))
+    assert torch.equal(ops.embedding_backward(dy, ids, rows), reference.embedding_backward(dy, ids, rows).to(dtype))
 
 
 @each_type
@@ -95,8 +93,7 @@ def test_a_rows_bits_depend_on_its_own_tokens_alone(device: str) -> None:
 
 def test_a_tall_table_is_written_whole(device: str) -> None:
     ids = torch.tensor([0, 152_063, 77_777], device=device)
-    dy = torch.ones(3, 8, dtype=torch.bfloat16, device=device)
-    got = ops.embedding_backward(dy, ids, 152_064)
+    got = ops.embedding_backward(torch.ones(3, 8, dtype=torch.bfloat16, device=device), ids, 152_064)
     assert got.sum() == 24 and (got[ids] == 1).all()
 
 

@@ -61,8 +61,7 @@ def test_four_bits_are_bitsandbytes(device: str, dtype: torch.dtype, form: str, 
                                     shape: tuple[int, int], group: int) -> None:
     n = shape[0] * shape[1]
     packed, codes, scales = four_bits(n, group)
-    scale = scales.repeat_interleave(group)[:n]
-    wanted = (torch.tensor(table)[codes] * scale).to(dtype).view(shape)
+    wanted = (torch.tensor(table)[codes] * scales.repeat_interleave(group)[:n]).to(dtype).view(shape)
     same(expanded(device, shape, dtype, form, packed, scales, group=group), wanted)
     same(expanded(device, shape, dtype, form, packed, scales, group=group, skip=1), wanted)
 

@@ -245,14 +245,8 @@ def test_every_number_and_prototype_of_cublaslt_is_nvidias() -> None:
 
 # ---- grouped products ----
 
-SIZES = {
-    "even": [16, 16, 16],
-    "odd": [3, 21, 0, 8, 1],
-    "empty first": [0, 0, 40],
-    "empty last": [40, 0],
-    "one": [33],
-    "all empty": [0, 0],
-}
+SIZES = {"even": [16, 16, 16], "odd": [3, 21, 0, 8, 1], "empty first": [0, 0, 40], "empty last": [40, 0], "one": [33],
+         "all empty": [0, 0]}
 
 
 def ends_of(sizes: list[int], device: str) -> tuple[Tensor, list[int]]:
@@ -271,8 +265,7 @@ def grouped_cases(device: str) -> Iterator[tuple[torch.dtype, int, int]]:
 def close(got: Tensor, wanted: Tensor, weight: Tensor, k: int) -> None:
     """As check(); torch's own products, whose order of sums is not ours to know: twice the bound."""
     assert got.is_contiguous()
-    off = (got.double() - wanted).abs()
-    assert (off <= 2 * (k + 3) * 2**-23 * weight + rounding(got.dtype, wanted)).all()
+    assert ((got.double() - wanted).abs() <= 2 * (k + 3) * 2**-23 * weight + rounding(got.dtype, wanted)).all()
 
 
 @each_device

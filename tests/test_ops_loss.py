@@ -24,10 +24,7 @@ from megatrain_torch import ops
 
 E = 2**-24
 OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "cap": {"softcap": 10.0},
-    "smooth": {"label_smoothing": 0.1},
-    "all smooth": {"label_smoothing": 1.0},
+    "plain": {}, "cap": {"softcap": 10.0}, "smooth": {"label_smoothing": 0.1}, "all smooth": {"label_smoothing": 1.0},
     "z": {"z_loss": 1e-2},
     "all": {"softcap": 30.0, "label_smoothing": 0.2, "z_loss": 1e-3},
 }

@@ -277,8 +277,7 @@ def refused(**changed: object) -> Callable[[], object]:
     """rms_norm_backward with one argument that does not fit."""
     def call() -> object:
         x, w = torch.ones(4, 8), torch.ones(8)
-        args = {"dy": x, "s": x, "weight": w, "rstd": torch.ones(4), **changed}
-        return ops.rms_norm_backward(**args)
+        return ops.rms_norm_backward(**{"dy": x, "s": x, "weight": w, "rstd": torch.ones(4), **changed})
     return call
 
 

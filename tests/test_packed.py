@@ -58,8 +58,7 @@ def test_several_rows_with_the_same_positions_have_the_models_mask(rows: int, ma
     """Kernels that go by lengths would take the first row alone."""
     def several(step: int) -> dict[str, Tensor]:
         ids = zoo.tokens(zoo.generator(step), rows=rows, length=sum(LENGTHS))
-        positions = row(step)["position_ids"]
-        return {**row(step), "input_ids": ids, "labels": ids.masked_fill(positions == 0, -100)}
+        return {**row(step), "input_ids": ids, "labels": ids.masked_fill(row(step)["position_ids"] == 0, -100)}
 
     run = fusing.fused(FAMILIES["llama"], several)
     fusing.all_fused(run.codes)

@@ -94,8 +94,7 @@ def links(text: str) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {site.anchor(head) for head in heads}
+    return {site.anchor(head) for head in re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)}
 
 
 @pytest.mark.parametrize("name", names())
@@ -118,8 +117,7 @@ def test_links_on_the_site_stay_on_it(name: str) -> None:
 
 
 def test_the_site_lists_every_page() -> None:
-    nav = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert sorted(nav) == sorted(names())
+    assert sorted(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)) == sorted(names())
 
 
 # ---- what pages say of others ----
@@ -149,8 +147,7 @@ def test_the_files_of_the_map_are_there() -> None:
 def source() -> str:
     """All code, with what is written over several lines in one piece."""
     files = [*(ROOT / "megatrain_torch").rglob("*.py"), *(ROOT / "csrc").rglob("*.c")]
-    text = "\n".join(file.read_text() for file in files)
-    return re.sub(r"\"\s*\n\s*f?\"", "", text)
+    return re.sub(r"\"\s*\n\s*f?\"", "", "\n".join(file.read_text() for file in files))
 
 
 def test_messages_that_the_page_explains_are_the_packages() -> None:

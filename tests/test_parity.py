@@ -67,8 +67,7 @@ def test_a_wait_left_out_is_noticed(edge: str) -> None:
 def spoiled(spoil: parity.Script) -> str | None:
     """What the harness says when the second run does something else."""
     plain = parity.run_one(situations.plain_transformer, parity.Options(), streamed=False)
-    other = parity.run_one(spoil, parity.Options(), streamed=False)
-    return parity.first_difference(plain, other)
+    return parity.first_difference(plain, parity.run_one(spoil, parity.Options(), streamed=False))
 
 
 def next_float(model: nn.Module) -> None:

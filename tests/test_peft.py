@@ -199,8 +199,7 @@ def test_all_of_the_command_line_is_the_linear_layers_and_experts_are_named() ->
     for words, names in (("all", {"q_proj", "k_proj", "v_proj", "o_proj"}), ("down_proj,q_proj", {"experts", "q_proj"})):
         model = MixtralForCausalLM(MixtralConfig(**EXPERTS, intermediate_size=48, num_local_experts=4))
         model = mt.stream(adapted(model, f"r=4,targets={words}", 0), "cpu")
-        trained = {n.split(".")[-4] for n, p in model.named_parameters() if p.requires_grad}
-        assert trained == names
+        assert {n.split(".")[-4] for n, p in model.named_parameters() if p.requires_grad} == names
         hf_loss(model, text(0)).backward()
     for said in ("dropout=0.1", "dora=true"):
         with pytest.raises(mt.MegatrainError, match=f"{said}: PEFT has none for experts' parameters"):

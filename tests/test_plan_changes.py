@@ -139,8 +139,7 @@ def test_a_large_model_on_a_card_of_80_gb_is_told_the_commands(command: Callable
     """As the 70B with 256 GiB: two changes together, as a line to paste, in a few seconds."""
     small(80, hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8,
           vocab_size=128256).save_pretrained(tmp_path)
-    asked = ("plan", tmp_path, "--tokens", "16384", "--seq", "1024", "--machine", "h100-80g")
-    status, out, err = command(*asked)
+    status, out, err = command("plan", tmp_path, "--tokens", "16384", "--seq", "1024", "--machine", "h100-80g")
     found = re.search(r"# ([\d,]+) tokens/s\n +(megatrain .*--states 8bit-sr --grads none)$", err, re.M)
     assert status == 1 and out == "" and "714" not in err and not re.search(r"\w+='", err)
     assert float(found[1].replace(",", "")) > 1000
@@ -263,5 +262,4 @@ def test_doctor_marks_what_it_did_not_measure() -> None:
     assert "not measured, a Samsung PM9A3 of 1.92 TB's data sheet" in lines["disk: read, write; together"]
     guessed = "with moments of 8 bits", "a micro-batch's gradients added"
     assert all("from AdamW's rate" in lines[what] for what in guessed) and "not measured" in lines["between GPUs"]
-    drive = dataclasses.replace(FLAT, disk_read_gbps=2.0)
-    assert re.search(r"^disk: read.* GB/s$", doctor.report(drive), re.M)
+    assert re.search(r"^disk: read.* GB/s$", doctor.report(dataclasses.replace(FLAT, disk_read_gbps=2.0)), re.M)

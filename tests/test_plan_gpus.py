@@ -209,8 +209,7 @@ def test_shards_are_chosen_where_they_are_faster_and_links_are_known() -> None:
     assert found == mt.plan(seven(12), machine=NARROW, gpus=4, delivery="shards", **FETCHED)
     for machine, gpus in ((dataclasses.replace(NARROW, exchange_gbps=0.0), 4), (NARROW, 1),
                           (dataclasses.replace(NARROW, exchange_gbps=5.0), 4)):
-        plan = mt.plan(seven(12), machine=machine, gpus=gpus, **FETCHED)
-        assert plan.delivery == "whole"
+        assert mt.plan(seven(12), machine=machine, gpus=gpus, **FETCHED).delivery == "whole"
     many = mt.plan(seven(12), machine=NARROW, gpus=4, **FETCHED | {"tokens": 16384, "micro": None})
     assert many.delivery == "whole", "compute hides whole fetches"
 

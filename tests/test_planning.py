@@ -119,8 +119,7 @@ def test_units_move_with_all_that_they_have(compute: str, turns: list[str], chos
     want = [plain.step(*s) for s in STEPS]
     chosen += [{"homes": HOMES[t], "modes": "saved", "slots": 2 + i % 3} for i, t in enumerate(turns)]
     moved = Loop(mt.stream(model(), "cpu", compute=compute, vram=VRAM))
-    got = [moved.step(*s) for s in STEPS]
-    assert got == want and same(plain, moved)
+    assert [moved.step(*s) for s in STEPS] == want and same(plain, moved)
     assert moved.planning.made >= min(len(turns), 4), "plans were not made: this test moves nothing"
 
 

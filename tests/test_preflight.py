@@ -245,8 +245,7 @@ def test_a_plan_and_what_is_asked_for_it_are_the_same_bytes(asked: dict, tmp_pat
     """So that a plan for a limit is not refused under that limit."""
     plan = mt.plan(stack(), tokens=64, seq=8, machine="cpu", **asked)
     model = stream(plan=plan, nvme=str(tmp_path) if plan.disk else None)
-    need = runtime_of(model).room.asked.planes()
-    assert sum(need.values()) == plan.host_bytes - plan.host[OVERHEAD]
+    assert sum(runtime_of(model).room.asked.planes().values()) == plan.host_bytes - plan.host[OVERHEAD]
     mt.unstream(model)
 
 
@@ -317,8 +316,7 @@ def test_weights_that_are_a_files_make_no_room(tmp_path: Path) -> None:
     mapped = stack()
     mapped.load_state_dict(torch.load(path, mmap=True), assign=True)
     for model, n in ((read, 2 * NUMEL // LAYERS), (mapped, 0)):
-        groups = [(name, [(name, p)]) for name, p in model.named_parameters()]
-        assert room_module.own_bytes(groups) == [n] * LAYERS
+        assert room_module.own_bytes([(name, [(name, p)]) for name, p in model.named_parameters()]) == [n] * LAYERS
 
 
 def test_memory_that_cannot_be_locked_is_told_once() -> None:

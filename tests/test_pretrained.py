@@ -39,8 +39,7 @@ def test_a_checkpoint_is_a_folder_that_transformers_reads(tmp_path: Path, kind: 
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 100_000)
     model = mt.stream(built(kind, tie_word_embeddings=tied).to(torch.bfloat16), device="cpu")
-    opt = stepped(model)
-    mt.save(model, opt, tmp_path / "c")
+    mt.save(model, stepped(model), tmp_path / "c")
     plain, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "c", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"] and plain.dtype == torch.bfloat16
     own = dict(model.named_parameters())
@@ -76,8 +75,7 @@ def test_weights_that_transformers_does_not_know_by_their_names_are_not_read_by_
         return mt.stream(model, device="cpu")
 
     model = fresh()
-    opt = stepped(model)
-    mt.save(model, opt, tmp_path / "c")
+    mt.save(model, stepped(model), tmp_path / "c")
     assert sorted(p.name for p in (tmp_path / "c").iterdir()) == [
         "manifest.json", "states.safetensors", "training.pt", "weights.safetensors"]
     with pytest.raises(OSError, match=r"no file named model\.safetensors"):

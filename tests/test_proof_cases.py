@@ -176,9 +176,8 @@ def test_rotary_embedding_where_there_is_a_mask_alone(order: tuple[bool, ...]) -
 def test_a_layer_that_does_otherwise_with_a_cache(first: bool) -> None:
     parity.seed()
     plain = LLAMA()
-    kind = type(plain.model.layers[0])
 
-    class Own(kind):
+    class Own(type(plain.model.layers[0])):
         def forward(self, hidden_states: Tensor, past_key_values: Any = None, **kw: Any) -> Tensor:
             out = super().forward(hidden_states, past_key_values=past_key_values, **kw)
             return out if past_key_values is None else 1.5 * out
@@ -243,9 +242,8 @@ def test_an_argument_that_needs_a_gradient_has_it() -> None:
 def test_an_argument_that_the_template_does_not_know_and_the_layer_uses() -> None:
     parity.seed()
     plain = LLAMA()
-    kind = type(plain.model.layers[0])
 
-    class Moved(kind):
+    class Moved(type(plain.model.layers[0])):
         def forward(self, hidden_states: Tensor, position_ids: Any = None, **kw: Any) -> Tensor:
             out = super().forward(hidden_states, position_ids=position_ids, **kw)
             return out + 0.01 * position_ids[..., None].to(out.dtype)

@@ -568,8 +568,7 @@ def test_what_not_all_ranks_do_with_weights_in_shards(pool: Pool, what: str) -> 
     ("load_fails_on_one", 1), ("save_fails_on_one", 1),
     *(pytest.param(what, 1, marks=LONG) for what in ("unfrozen_on_disk", "weights_do_not_leave_memory"))])
 def test_what_not_all_ranks_do_with_files(pool: Pool, what: str, machines: int, tmp_path: Path) -> None:
-    found = pool.call("several:apart", 2, machines, f"several_odd:{what}", str(tmp_path), timeout=60.0)
-    assert found == ["", ""]
+    assert pool.call("several:apart", 2, machines, f"several_odd:{what}", str(tmp_path), timeout=60.0) == ["", ""]
 
 
 @pytest.mark.parametrize("size, first, later, graphs", [

@@ -36,8 +36,7 @@ SHAPES = [(300, 7), (257,), (64, 32), (1,)]
 
 def trained(states: str, steps: int = 5, dtype: torch.dtype = BF16, **plan: Any) -> tuple[Dots, mt.AdamW]:
     model = mt.stream(plain_dots(dtype, SHAPES), device="cpu", plan=plan)
-    opt = mt.AdamW(model.parameters(), lr=1e-2, states=states)
-    return fed(model, opt, range(steps))
+    return fed(model, mt.AdamW(model.parameters(), lr=1e-2, states=states), range(steps))
 
 
 # ---- the same bits everywhere ----
@@ -403,8 +402,7 @@ Pair = tuple[Dots, mt.AdamW]
 def visited(homes: Any, dtype: torch.dtype = torch.bfloat16, steps: int = 2, clip: float | None = 0.5,
             debug: Any = None, **hyper: Any) -> Pair:
     model = doors.stream(plain_dots(dtype), device="cpu", plan={"homes": homes, "debug": debug or {}})
-    opt = mt.AdamW(model.parameters(), max_grad_norm=clip, **{**test_adamw.HYPER, **hyper})
-    return fed(model, opt, range(steps))
+    return fed(model, mt.AdamW(model.parameters(), max_grad_norm=clip, **{**test_adamw.HYPER, **hyper}), range(steps))
 
 
 def arrivals_of(model: Dots) -> Arrivals:

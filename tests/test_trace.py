@@ -15,6 +15,7 @@ import doors
 import pytest
 import torch
 from parity import assert_same
+from several_odd import Breaks
 from torch import Tensor, nn
 
 import megatrain_torch as mt
@@ -109,8 +110,7 @@ def latest(slices: list[Slice], work: str, unit: str, by: int) -> Slice | None:
 def test_units_are_in_the_order_of_the_model(way: str) -> None:
     t, _ = traced(way=way, delay_us=200)
     order = [(w[0].work, w[0].unit) for w in windows(t.slices())]
-    one = [("forward", u) for u in ORDER] + [("backward", u) for u in reversed(ORDER)]
-    assert order == one * 3
+    assert order == ([("forward", u) for u in ORDER] + [("backward", u) for u in reversed(ORDER)]) * 3
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -216,15 +216,6 @@ def test_progress_tells_another_thread_how_far_a_step_is(way: str) -> None:
 
 
 def test_a_backward_that_raises_leaves_no_window_open() -> None:
-    class Breaks(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> Tensor:
-            raise ValueError("broken")
-
     class Broken(Net):
         broken = True
 
@@ -234,7 +225,7 @@ def test_a_backward_that_raises_leaves_no_window_open() -> None:
 
     model = streamed(model=Broken())
     with mt.trace(model) as t:
-        with pytest.raises(ValueError, match="broken"):
+        with pytest.raises(RuntimeError, match="out of memory, so to say"):
             step(model)
         model.broken = False
         step(model)
@@ -253,8 +244,7 @@ def test_a_step_goes_from_one_step_of_the_optimizer_to_the_next() -> None:
     times = list(t._between_steps().values())
     for report, a, b in zip(reports, times, times[1:]):
         assert report.seconds == pytest.approx((b - a) * 1e-9)
-        forwards = [s for s in t.slices() if s.work == "forward" and a <= s.begin < b]
-        assert {s.unit for s in forwards} == set(ORDER)
+        assert {s.unit for s in t.slices() if s.work == "forward" and a <= s.begin < b} == set(ORDER)
     for report, begin in zip(reports[1:], times[1:]):    # the step before's updates run in it
         assert len([s for s in t.slices() if s.work == "update" and s.begin >= begin]) >= len(ORDER)
         assert report.busy["host update"] > 0
@@ -506,8 +496,7 @@ def test_a_report_prints_as_a_table() -> None:
 def test_the_chrome_trace_is_valid_and_its_rows_do_not_overlap(tmp_path: Path) -> None:
     t, _ = traced(way="replay", micro=2, delay_us=100)
     t.chrome(tmp_path / "steps.json")
-    found = json.loads((tmp_path / "steps.json").read_text())
-    events = found["traceEvents"]
+    events = json.loads((tmp_path / "steps.json").read_text())["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     work = [e for e in events if e["ph"] == "X"]
     assert {e["ph"] for e in events} == {"M", "X"} and len(work) > 100
@@ -529,8 +518,7 @@ def test_a_picture_is_written(tmp_path: Path) -> None:
     head = (tmp_path / "steps.png").read_bytes()[:24]
     assert head[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", head[16:]) == (1200, 400)
     t.picture(tmp_path / "steps.svg", steps=1)
-    text = (tmp_path / "steps.svg").read_text()
-    assert "<svg" in text
+    assert "<svg" in (tmp_path / "steps.svg").read_text()
 
 
 def test_a_picture_without_matplotlib_or_steps_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,8 +183,7 @@ def test_who_looks_in_inference_mode_changes_nothing(make: Any) -> None:
 def test_a_graph_on_the_host_after_a_step_is_refused_as_by_torch(make: Any) -> None:
     """It has kept weights that the optimizer is changing."""
     model, plain, opt, _ = make()
-    theirs = torch.optim.AdamW(plain.parameters())
-    for m, o in ((model, opt), (plain, theirs)):
+    for m, o in ((model, opt), (plain, torch.optim.AdamW(plain.parameters()))):
         penalty = PENALTIES["sum"](list(m.parameters()))
         m(grads_for(m, 0)).backward()
         o.step()

@@ -75,8 +75,7 @@ def pip(*words: str) -> str:
 @functools.cache
 def newest(package: str) -> str:
     """Of the index, prereleases left out."""
-    found = re.search(r"Available versions: ([\w.+]+)", pip("index", "versions", package, "--timeout", "15"))
-    return found[1]
+    return re.search(r"Available versions: ([\w.+]+)", pip("index", "versions", package, "--timeout", "15"))[1]
 
 
 def missing(folder: Path) -> Iterator[str]:

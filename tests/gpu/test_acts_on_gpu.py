@@ -345,8 +345,7 @@ def test_packed_attention_is_attention_one_by_one() -> None:
 def test_a_packed_row_trains_as_with_the_models_mask() -> None:
     lengths = (100, 30, 60)
     ids = torch.randint(0, 50, (1, sum(lengths)), generator=torch.Generator().manual_seed(0))
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    batch = {"input_ids": ids, "labels": ids, "position_ids": positions}
+    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
     loss, grads = gradients(larger("llama").cuda(), batch)
     model = streamed(larger("llama"), "selective")
     found, others = gradients(model, batch)

@@ -64,8 +64,7 @@ JOBS += [OWN("wide", plan=VRAM), OWN("choosy", plan=VRAM, delay_us=300), OWN("wi
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
 def test_ranks_have_what_one_process_has(pool: Pool, job: Job) -> None:
-    found = pool.call("several:train", SIZE, job)
-    assert not differences(found, wanted(job))
+    assert not differences(pool.call("several:train", SIZE, job), wanted(job))
 
 
 def test_ranks_fetch_their_portions(pool: Pool) -> None:
@@ -92,8 +91,7 @@ def test_a_checkpoint_of_states_on_the_devices(pool: Pool, plan: tuple, tmp_path
                                  OWN("wide", dtype="bfloat16", plan=VRAM, micro=2), OWN("straight", plan=MIXED)], ids=str)
 def test_a_gpu_of_each_machine_has_what_one_process_has(pool: Pool, job: Job) -> None:
     """Machines are pretended: new weights go from one's share over the GPUs to the other's."""
-    found = pool.call("several:apart", SIZE, 2, "several:train", job)
-    assert not differences(found, wanted(job))
+    assert not differences(pool.call("several:apart", SIZE, 2, "several:train", job), wanted(job))
 
 
 def test_bytes_that_go_over_gpus_in_pieces_are_whole_where_they_come(pool: Pool) -> None:
