@@ -402,6 +402,7 @@ mt_status mt_resident_reach(mt_resident *r, int unit, const mt_mem_name *names)
     mt__settled *h;
 
     MT_DO(mt__settled_find(r, unit, &h));
+    MT_DO(mt_resident_raised(r));            /* nothing is copied from what is left */
     return reach(r, h, names);
 }
 
