@@ -432,22 +432,6 @@ static void note(mt_offload *o, const ticket *t, tally *y, int sent)
     }
 }
 
-/* A queue that refused an operation may still carry out those before it; the caller may free the
- * sources when we return. */
-static void give_up(mt_offload *o, const ticket *t, tally *y)
-{
-    char text[1024];
-
-    snprintf(text, sizeof text, "%s", mt_last_error());
-    (void)o->dev->ops->sync(o->d2h);
-    mt_lock(&o->mu);
-    note(o, t, y, 0);
-    assert_state(o);
-    mt_unlock(&o->mu);
-    mt_ledger_grads_end(o->store, t->unit);
-    (void)mt_fail_again(MT_EDEVICE, text);
-}
-
 mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int n,
                          mt_queue *run, uint64_t *number)
 {
@@ -456,6 +440,7 @@ mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int
     tally       *y;
     staging     *g = NULL;
     int          sets = 0;
+    char         text[1024];
     mt_watch_ask ask;
     mt_status    st;
 
@@ -483,8 +468,16 @@ mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int
     mt_ledger_grads_begin(o->store, unit);
     t->passes = next > depth ? next - depth : 0;
     if ((st = put_all(o, t, run)) != MT_OK) {
-        give_up(o, t, y);
-        return st;
+        /* A queue that refused an operation may still carry out those before it; the caller may
+         * free the sources when we return. */
+        snprintf(text, sizeof text, "%s", mt_last_error());
+        (void)o->dev->ops->sync(o->d2h);
+        MT_WITH(&o->mu) {
+            note(o, t, y, 0);
+            assert_state(o);
+        }
+        mt_ledger_grads_end(o->store, unit);
+        return mt_fail_again(st, text);
     }
     if (g != NULL) {
         g->user = next;

@@ -105,9 +105,8 @@ def _take_over(rt: Runtime, unit: int, files: Mapped, origins: Origins | None, m
             for hi, value in files.fill([(r.over(r.memory("HI", True), "HI"), r.param.detach()) for r in records]):
                 hi.copy_(value)
     # Parameters whose fp32 values are more than the store keeps of them.
-    rounded = [r for r in records if masters and (p := r.param).dtype == torch.float32 and p.requires_grad
-               and r.dtype in (torch.bfloat16, torch.float16)]
-    if rounded:
+    if rounded := [r for r in records if masters and (p := r.param).dtype == torch.float32 and p.requires_grad
+                   and r.dtype in (torch.bfloat16, torch.float16)]:
         exact = [r.param.detach() for r in rounded] if origins is None else origins.exact(rounded)
         for r, value in zip(rounded, exact):
             r.exact = value
@@ -139,23 +138,20 @@ def empty(rt: Runtime, together: bool = True) -> None:
             if any(gradient.standing(r) is not None for r in records if r.param is not None):
                 rt.core.wait_grads(unit)
         for r in records:
-            if r.param is not None:      # else nobody has it any more
-                _restore(r)
+            if (p := r.param) is None:   # nobody has it any more
+                continue
+            value = r.host.clone()
+            gradient.release(r)
+            with torch._C.DisableTorchFunctionSubclass():
+                grad, p.grad = p.grad, None
+            p.__dict__.pop("_mt", None)
+            p.__dict__.pop("_mt_runtime", None)
+            p.__class__ = nn.Parameter if type(p) is StreamedParameter else plain_kind(p)
+            p.data, p.grad = value, grad
         for whole in rt.wholes[unit]:
             whole.given_back()
         if rt.homes.away(unit) and (together or rt.ranks is None):
             rt.homes.take(unit)
-
-
-def _restore(r: Record) -> None:
-    p, value = r.param, r.host.clone()
-    gradient.release(r)
-    with torch._C.DisableTorchFunctionSubclass():
-        grad, p.grad = p.grad, None
-    p.__dict__.pop("_mt", None)
-    p.__dict__.pop("_mt_runtime", None)
-    p.__class__ = nn.Parameter if type(p) is StreamedParameter else plain_kind(p)
-    p.data, p.grad = value, grad
 
 
 class Origins:

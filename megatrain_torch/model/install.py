@@ -78,7 +78,10 @@ def install(rt: Runtime, root: nn.Module, found: Found, modes: str | dict[str, s
     for m in wrapped_parameters(root):
         _put(m, "_activate_lora", functools.partial(_with_adapters, weakref.ref(m)))
     _prepare(rt, root)
-    _put(root, "zero_grad", functools.partial(_zero_grad, weakref.ref(root)))
+    who = weakref.ref(root)
+    # Torch's reads each `.grad`, and so would wait for its update (Trainer calls it after each step). With
+    # set_to_none=True, as by default, this waits for nothing.
+    _put(root, "zero_grad", lambda set_to_none=True: gradient.clear(who().parameters(), set_to_none))
     _put(root, "_replicate_for_data_parallel", _refuser("DataParallel over a streamed model is not supported"))
     rt.check_tree, rt.tree_changed = _check_tree, False
     rt.notice_changes()
@@ -156,12 +159,6 @@ def _refuse_assign() -> Callable[[], None]:
     return patches.replaced(nn.Module, "load_state_dict", load_state_dict)
 
 
-def _zero_grad(who: weakref.ref[nn.Module], set_to_none: bool = True) -> None:
-    """As torch's, which reads each `.grad`, and so would wait for its update (Trainer calls it after each step). With
-    set_to_none=True, as by default, this waits for nothing."""
-    gradient.clear(who().parameters(), set_to_none)
-
-
 def _refuser(text: str) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> Any:
         raise MegatrainError(text)
@@ -213,8 +210,7 @@ def _check_tree(rt: Runtime) -> None:
     if rt.ranks is None and DistributedDataParallel._active_ddp_module is not None:
         raise MegatrainError("DistributedDataParallel over a streamed model is not supported: its reducer would "
                              "see no gradients; run one process with one streamed model")
-    root = rt.root()
-    if root is None:                             # a part of it is all that is left
+    if (root := rt.root()) is None:              # a part of it is all that is left
         return
 
     def refused() -> list[str]:
@@ -256,8 +252,7 @@ def _prepare(rt: Runtime, root: nn.Module) -> None:
     transformers = sys.modules.get("transformers")
     rt.checkpointing = [weakref.ref(m) for m in root.modules()
                         if isinstance(getattr(m, "gradient_checkpointing", None), bool)]
-    base = getattr(getattr(transformers, "modeling_utils", None), "PreTrainedModel", None)
-    if base is None:
+    if (base := getattr(getattr(transformers, "modeling_utils", None), "PreTrainedModel", None)) is None:
         return
     patches.once("PreTrainedModel.device", lambda: _report_compute_device(base))
     hf_calls.install()

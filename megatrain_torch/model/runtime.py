@@ -398,7 +398,6 @@ class Keeps:
 
     def tell(self, own: dict[str, str], then: str) -> None:
         """Warns once of each layer."""
-        new = {name: why for name, why in own.items() if name not in self._told}
-        if new:
+        if new := {name: why for name, why in own.items() if name not in self._told}:
             self._told |= new.keys()
             warnings.warn(f"layers that no template runs, but their own code: {own_code(new)}; {then}", stacklevel=2)

@@ -259,11 +259,10 @@ def stream_trainer(kind: Callable[..., Any], model: nn.Module, args: Any, *,
 # ---- saved models ----
 
 @calling("mt.from_pretrained")
-def from_pretrained(cls: Any, path: str | Path, *, device: str | torch.device | None = None,
-                    tokens: int | None = None, seq: int | None = None, vram: int | str | None = None,
-                    host: int | str | None = None, nvme: str | dict[str, Any] | None = None,
-                    states: str | None = None, dtype: torch.dtype | None = None,
-                    units: list[str | nn.Module] | None = None, compute: str = "auto",
+def from_pretrained(cls: Any, path: str | Path, *, device: str | torch.device | None = None, tokens: int | None = None,
+                    seq: int | None = None, vram: int | str | None = None, host: int | str | None = None,
+                    nvme: str | dict[str, Any] | None = None, states: str | None = None,
+                    dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None, compute: str = "auto",
                     products: str | None = None, plan: Plan | dict[str, Any] | None = None, group: Any = None,
                     reduce: str = "mean", base: str | None = None, adapter: Any = None, **kwargs: Any) -> Any:
     """`cls.from_pretrained(path)` and `mt.stream` of it.

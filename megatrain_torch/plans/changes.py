@@ -90,8 +90,7 @@ class Refusal:
         words += [f"a machine with {show_bytes(need)} of {'device' if name == 'vram' else 'host'} memory, not "
                   f"{show_bytes(has)}" for name, (need, has) in self.machine.items()]
         if words:
-            parts.append(("Alone would fit too: " if ways else "What would fit, each alone: ")
-                         + "; ".join(words) + ".")
+            parts.append(("Alone would fit too: " if ways else "What would fit, each alone: ") + "; ".join(words) + ".")
         if self.frozen:
             parts.append("Adapters (LoRA) on frozen weights have next to no states and no gradients: the weights take "
                          f"{show_bytes(self.frozen)} of host memory.")

@@ -1,9 +1,8 @@
 """Bytes and seconds of a window, by the code that runs it and by what it keeps.
 
-One method per way a window can be run, with its figures as data above; what is measured says where.
-Letters: `T` tokens of a micro-batch, `H` hidden, `q` width of all query heads, `qkv` width that the
-projections in give (latent attention's in both steps), `up` width that gate and up give together (twice
-the intermediate size, where gated).
+One method per way a window can be run, with its figures as data above; what is measured says where. Letters: `T`
+tokens of a micro-batch, `H` hidden, `q` width of all query heads, `qkv` width that the projections in give (latent
+attention's in both steps), `up` width that gate and up give together (twice the intermediate size, where gated).
 """
 from __future__ import annotations
 

@@ -253,8 +253,7 @@ def _device_adam(sizes: Sizes, device: torch.device) -> float:
 
 # ---- the whole -----------------------------------------------------------------------------------
 
-def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
-            disk: str | None = None) -> Machine:
+def measure(device: torch.device, say: Callable[[str], None] = lambda _: None, disk: str | None = None) -> Machine:
     """This machine. Of the CPU device with toy sizes, in a second or two. say: is told what is measured next. disk: a
     directory on the drive that states may go to; None: a drive is described, not measured."""
     cuda = device.type == "cuda"

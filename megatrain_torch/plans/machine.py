@@ -156,8 +156,7 @@ class Machine:
     def through_rate(self, states: str = "fp32", alone: bool = False) -> float:
         """Parameters/s of updates that pass through the device, alone or beside AdamW on the host; 0: nothing is left.
 
-        Of the bus each way, what fetches of all that was updated leave. By how much such copies hold AdamW up, held_s
-        says.
+        Of the bus each way, what fetches of all that was updated leave. How much such copies hold AdamW up: held_s.
         """
         if alone:
             memory = max(self.adam_gparams[-1][1] * moved_bytes("fp32"), 2 * self.both_gbps)

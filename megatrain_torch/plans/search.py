@@ -261,8 +261,7 @@ class Problem:
     def best(self, than: float = math.inf) -> tuple[Choice, Timing] | None:
         """The choice of least time, the first of equals; None: nothing fits and takes less than so many seconds."""
         found = _core.search_best(self.arrays, than, self.most)
-        return None if found is None else (self._choice(*found[:-1]),
-                                           Timing.of(found[-1], not self.wishes.fleet.alone))
+        return None if found is None else (self._choice(*found[:-1]), Timing.of(found[-1], not self.wishes.fleet.alone))
 
     def time(self, choice: Choice, than: float = math.inf) -> Timing | None:
         """None where it takes so many seconds or more."""

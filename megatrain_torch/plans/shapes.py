@@ -315,10 +315,11 @@ def _products(configs: list[Any], module: nn.Module, matrices: dict[str, nn.Para
     found = []
     experts = {m.group() for n in matrices if (m := _EXPERT.search(n))}
     taken = _attribute(configs, module, _PER_TOKEN, 1)
-    stacks = {_bare(n.rpartition(".")[0]): len(p) for n, p in matrices.items() if p.dim() == 3 and "expert" in n}
+    stacks = {n.rpartition(".")[0].replace(".base_layer", ""): len(p) for n, p in matrices.items()
+              if p.dim() == 3 and "expert" in n}
     for name, p in matrices.items():
         part, (fan_out, *rest), rows = "head" if head else _part(name), p.shape, 1.0
-        if part == "adapter" and (count := stacks.get(_bare(ADAPTER.sub("", name)))):
+        if part == "adapter" and (count := stacks.get(ADAPTER.sub("", name).replace(".base_layer", ""))):
             first = ".lora_A." in name
             part, rows = "folded", float(min(taken, count))
             fan_out, rest = (fan_out // count, rest) if first else (fan_out, [rest[0] // count])
@@ -333,10 +334,6 @@ def _products(configs: list[Any], module: nn.Module, matrices: dict[str, nn.Para
         if p.part in ("up", "down") and p.rows != 1 and begins != hidden and ends == hidden:
             found[i] = dataclasses.replace(p, fan_in=p.fan_out, fan_out=p.fan_in)
     return tuple(found)
-
-
-def _bare(name: str) -> str:
-    return name.replace(".base_layer", "")
 
 
 def _part(name: str) -> str:

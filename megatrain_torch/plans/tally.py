@@ -93,14 +93,13 @@ class Fleet:
         alone, nccl = machine.adam_gparams[-1][1], machine.communicator_bytes + MORE_BYTES * (self.gpus > 2)
         nccl += PAIR_BYTES * 2 * (self.machines - 1)
         shared = min(machine.shared_gparams / alone, 1.0) if machine.shared_gparams else SHARED_ADAM
-        host_gbps = host_rate(machine) / 1e9
+        host, g = host_rate(machine) / 1e9, self.gpus
         machine = dataclasses.replace(
             machine, adam_gparams=tuple((n, rate * shared) for n, rate in machine.adam_gparams),
             adam8_gparams=tuple((states, rate * shared) for states, rate in machine.adam8_gparams),
             vram_overhead_bytes=machine.vram_overhead_bytes + nccl * (machine.device == "cuda"))
-        if self.gpus == 1:
+        if g == 1:
             return machine
-        host, g = host_gbps, self.gpus
         if machine.device == "cpu":                     # whose cores compute, too
             machine = dataclasses.replace(
                 machine, gemm=tuple((n, width, rate / g) for n, width, rate in machine.gemm),
