@@ -138,20 +138,23 @@ def empty(rt: Runtime, together: bool = True) -> None:
             if any(gradient.standing(r) is not None for r in records if r.param is not None):
                 rt.core.wait_grads(unit)
         for r in records:
-            if (p := r.param) is None:   # nobody has it any more
-                continue
-            value = r.host.clone()
-            gradient.release(r)
-            with torch._C.DisableTorchFunctionSubclass():
-                grad, p.grad = p.grad, None
-            p.__dict__.pop("_mt", None)
-            p.__dict__.pop("_mt_runtime", None)
-            p.__class__ = nn.Parameter if type(p) is StreamedParameter else plain_kind(p)
-            p.data, p.grad = value, grad
+            if r.param is not None:      # else nobody has it any more
+                _restore(r)
         for whole in rt.wholes[unit]:
             whole.given_back()
         if rt.homes.away(unit) and (together or rt.ranks is None):
             rt.homes.take(unit)
+
+
+def _restore(r: Record) -> None:
+    p, value = r.param, r.host.clone()
+    gradient.release(r)
+    with torch._C.DisableTorchFunctionSubclass():
+        grad, p.grad = p.grad, None
+    p.__dict__.pop("_mt", None)
+    p.__dict__.pop("_mt_runtime", None)
+    p.__class__ = nn.Parameter if type(p) is StreamedParameter else plain_kind(p)
+    p.data, p.grad = value, grad
 
 
 class Origins:
