@@ -156,6 +156,9 @@ static inline int check_said(int ok)
 
 #define SKIP(...) do { CHECK_PRINT_("skipped: " __VA_ARGS__); check_skipped = 1; return; } while (0)
 
+/* An edge left out is a race, as it should be. */
+#define RACE do { if (UNDER_TSAN) SKIP("a race on purpose"); } while (0)
+
 static inline int check_wanted(const char *name, int argc, char **argv)
 {
     for (int i = 1; i < argc; i++)
@@ -183,13 +186,16 @@ static inline void wait_for_gate(void *arg)
     UNTIL(atomic_load(&((gate *)arg)->open));
 }
 
-static inline double seconds_now(void)
+static inline double seconds_of(clockid_t clock)
 {
     struct timespec t;
 
-    (void)clock_gettime(CLOCK_MONOTONIC, &t);
+    (void)clock_gettime(clock, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
+
+static inline double seconds_now(void)      { return seconds_of(CLOCK_MONOTONIC); }
+static inline double seconds_computed(void) { return seconds_of(CLOCK_PROCESS_CPUTIME_ID); }
 
 /* Where a scratch file in the directory, which has no name, can be opened; NULL: this process has
  * none there. */
@@ -234,20 +240,12 @@ static inline void run_together(void *(*run)(void *), void *array, size_t each, 
 
 /* ---- the program ---- */
 
-static inline double check_computed(void)
-{
-    struct timespec t;
-
-    (void)clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 /* SIGALRM. Of the time since the last alarm a test at work has had a hundredth,
  * however busy the machine. */
 static inline void check_hung(int signal_number)
 {
     static const char said[] = "HUNG ";
-    double            now = check_computed();
+    double            now = seconds_computed();
 
     (void)signal_number;
     if (now - check_looked > CHECK_SECONDS / 100.0 && now - check_began < CHECK_SECONDS) {
@@ -270,7 +268,7 @@ static inline void check_run(const check_test *t, int counts[3])
     check_skipped = 0;
     check_name = t->name;
     (void)alarm(0);
-    check_began = check_looked = check_computed();
+    check_began = check_looked = seconds_computed();
     (void)alarm(CHECK_SECONDS);
     t->run();
     failed = atomic_load(&check_failures) != 0;
@@ -278,7 +276,7 @@ static inline void check_run(const check_test *t, int counts[3])
         fprintf(stderr, "FAILED %s\n", t->name);
     if (getenv("CHECK_TIMES") != NULL)
         fprintf(stderr, "  %-60s %.2f s, computing %.2f s\n", t->name, seconds_now() - began,
-                check_computed() - check_began);
+                seconds_computed() - check_began);
     counts[failed ? 1 : check_skipped ? 2 : 0]++;
 }
 

@@ -71,7 +71,4 @@ static inline float value_of(int step, int w)
     return (float)(1000 * step + 50 * w);
 }
 
-/* An edge left out is a race, as it should be. */
-#define RACE do { if (UNDER_TSAN) SKIP("a race on purpose"); } while (0)
-
 #endif

@@ -26,6 +26,24 @@ static inline mt_dev *cpu_open(void)
     return dev;
 }
 
+/* With naps of up to max_us before what its queues do; 0: without. */
+static inline mt_dev *delayed_open(uint64_t seed, int max_us)
+{
+    mt_dev *dev = cpu_open();
+
+    if (max_us > 0)
+        REQUIRE_OK(mt_dev_delay_open(dev, seed, max_us, &dev));
+    return dev;
+}
+
+/* NULL: it is not there. */
+static inline mt_dev *cuda_open(int index)
+{
+    mt_dev *dev = NULL;
+
+    return mt_dev_cuda_open(index, &dev) == MT_OK ? dev : NULL;
+}
+
 /* While others work, too. */
 static inline void debug_set(mt_context *cx, mt_debug d)
 {
@@ -52,6 +70,10 @@ static inline void *store_at(mt_store *s, int unit, int param, mt_plane p)
 }
 
 #define CPU(dev) CLOSED_BY(mt_dev_done) mt_dev *dev = cpu_open()
+
+/* Without that device the test is skipped. */
+#define CUDA(dev, index) CLOSED_BY(mt_dev_done) mt_dev *dev = cuda_open(index); \
+    if (dev == NULL) SKIP("%s", mt_last_error())
 
 /* The body is run with a device whose n-th call fails, for n from `first` on until none did; what
  * it opens there it closes. */

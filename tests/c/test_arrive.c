@@ -5,8 +5,6 @@
 #include "toy.h"
 #include "../../csrc/core/resident_impl.h"
 
-#define NAP_NS 20000000
-
 /* bf16 and fp32 of several pieces, fp16, fp64, and one that is frozen; the unit is settled. */
 #define PARAMS 5
 static const mt_param_desc mixed[PARAMS] = {
@@ -79,10 +77,7 @@ static void hotel_close(hotel *h)
 
 static void on_cpu(hotel *h, unsigned skip)
 {
-    mt_dev *dev;
-
-    REQUIRE_OK(mt_dev_cpu_open(&dev));
-    REQUIRE_OK(hotel_open(h, dev, &(mt_param_desc){ MT_F32, 100, 1 }, 1));
+    REQUIRE_OK(hotel_open(h, cpu_open(), &(mt_param_desc){ MT_F32, 100, 1 }, 1));
     debug_set(&h->cx, (mt_debug){ .skip = skip });
 }
 
@@ -165,12 +160,10 @@ TEST(every_state_of_what_is_trained_is_in_one_part)
     static unsigned char seen[PARAMS][3000];
     const mt_part *parts;
     hotel    h;
-    mt_dev  *dev;
     void    *at;
     int      n;
 
-    REQUIRE_OK(mt_dev_cpu_open(&dev));
-    REQUIRE_OK(hotel_open(&h, dev, mixed, PARAMS));
+    REQUIRE_OK(hotel_open(&h, cpu_open(), mixed, PARAMS));
     CHECK_FAILS(parts_of(&h, &parts, &n), MT_ESTATE, "lifted before its update");
     CHECK_FAILS(mt_resident_at(h.r, 0, 0, MT_PLANE_M, &at), MT_ESTATE, "around its updates");
     CHECK_OK(lift(&h));
@@ -232,11 +225,9 @@ TEST(parameters_without_an_update_stay_up)
 {
     mt_param_desc d[2] = { { MT_F32, 100, 1 }, { MT_F32, 100, 1 } };
     int           params[1] = { 1 };
-    mt_dev       *dev;
     hotel         h;
 
-    REQUIRE_OK(mt_dev_cpu_open(&dev));
-    REQUIRE_OK(hotel_open(&h, dev, d, 2));
+    REQUIRE_OK(hotel_open(&h, cpu_open(), d, 2));
     CHECK_OK(lift(&h));
     CHECK_OK(behind(&h, h.other, params, 1));
     CHECK_OK(current(&h));
@@ -252,9 +243,7 @@ typedef struct slow {
 
 static void write_late(void *arg)
 {
-    struct timespec nap = { 0, NAP_NS };
-
-    nanosleep(&nap, NULL);
+    sleep_ms(20);
     *((slow *)arg)->at = ((slow *)arg)->value;
 }
 
@@ -328,8 +317,7 @@ TEST(without_it_each_is_seen_to_matter)
 {
     int left;
 
-    if (UNDER_TSAN)
-        SKIP("an edge left out is a race, as it should be");
+    RACE;
     CHECK(given_while_written(MT_EDGE_VACANT) == 9);
     CHECK(read_while_lifted(MT_EDGE_LIFTED) == 0);
     CHECK(stored_while_updated(MT_EDGE_MADE, &left) == 1);
@@ -441,9 +429,8 @@ TEST(the_host_comes_between_pieces)
 {
     hotel     h;
     int       left, taken;
-    mt_dev   *dev;
+    mt_dev   *dev = cpu_open();
 
-    REQUIRE_OK(mt_dev_cpu_open(&dev));
     mt_dev_ops ops = *dev->ops;
     call_really = ops.call;
     ops.call = call_counted;

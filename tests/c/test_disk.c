@@ -58,9 +58,7 @@ static void make_units(world *w)
 /* delay_us: of the device's copies, at most. */
 static void open_device(world *w, int delay_us)
 {
-    REQUIRE_OK(mt_dev_cpu_open(&w->dev));
-    if (delay_us > 0)
-        REQUIRE_OK(mt_dev_delay_open(w->dev, 7, delay_us, &w->dev));
+    w->dev = delayed_open(7, delay_us);
     w->cx = (mt_context){ .dev = w->dev };
     REQUIRE_OK(mt_store_open(&w->cx, &w->store));
     w->cx.store = w->store;
@@ -509,12 +507,8 @@ TEST(close_finishes_what_was_put_and_weights_wait_for_their_copies)
     /* a mover about to copy the first unit */
     CHECK_OK(mt_ledger_fetch_begin(w.store, 0, &version));
     for (int u = 0; u < UNITS; u++) {
-        mt_update_job j = { .unit = u, .params = all, .n_params = PARAMS, .pieces = update_parts,
-                          .free = errand_over, .arg = &e[u] };
-
         e[u] = (errand){ .w = &w, .params = all, .n = PARAMS, .unit = u };
-        mt_ledger_update_begin(w.store, u);
-        CHECK_OK(mt_home_disk.update(w.disk, update_of(&j, 0.5f)));
+        CHECK_OK(put(&w, &e[u]));
     }
     sleep_ms(5);
     CHECK_EQ(mt_disk_stats_get(w.disk).busy_ns, 0);

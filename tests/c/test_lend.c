@@ -149,8 +149,7 @@ TEST(where_all_are_lent_the_first_is_waited_for)
     }
     void *first = grad_of(s, 0);
     pthread_t thread = thread_start(lend_main, &t);
-    while (!atomic_load(&t.begun))               /* on a busy machine it takes its time */
-        sleep_ms(1);
+    UNTIL(atomic_load(&t.begun));                /* on a busy machine it takes its time */
     sleep_ms(50);
     CHECK_EQ(atomic_load(&t.over), 0);
     mt_ledger_update_end(s, 0);

@@ -21,12 +21,7 @@ static void rig_open_on(rig *r, mt_dev *dev, mt_dtype dt, int own_run)
 
 static void rig_open_with(rig *r, mt_dtype dt, uint64_t seed, int max_us, mt_offload_kernels k)
 {
-    mt_dev *dev = NULL;
-
-    REQUIRE_OK(mt_dev_cpu_open(&dev));
-    if (max_us > 0)
-        REQUIRE_OK(mt_dev_delay_open(dev, seed, max_us, &dev));
-    rig_open_on(r, dev, dt, max_us > 0);
+    rig_open_on(r, delayed_open(seed, max_us), dt, max_us > 0);
     REQUIRE_OK(mt_offload_open(&r->t.cx, DEPTH, k, &r->o));
 }
 
@@ -52,10 +47,7 @@ static void fill(rig *r, mt_dtype dt, float value)
 {
     for (int p = 0; p < TOY_PARAMS; p++)
         for (int64_t i = 0; i < 128; i++)
-            if (dt == MT_BF16)
-                ((uint16_t *)r->src[p])[i] = mt_f32_to_bf16(value);
-            else
-                ((float *)r->src[p])[i] = value;
+            set(r->src[p], dt, i, value);
 }
 
 static mt_status try_put(rig *r, int unit, mt_grad_mode mode, int reread, uint64_t *ticket)
@@ -88,7 +80,7 @@ static int grad_is(const rig *r, mt_dtype dt, int unit, float value)
 {
     for (int p = 0; p < TOY_PARAMS; p++)
         for (int64_t i = 0; i < toy_numel(unit, p); i++)
-            if (toy_element(dt, toy_at(&r->t, unit, p, MT_PLANE_GRAD), i) != (double)value)
+            if (get(toy_at(&r->t, unit, p, MT_PLANE_GRAD), dt, i) != value)
                 return 0;
     return 1;
 }

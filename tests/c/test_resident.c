@@ -135,9 +135,7 @@ static void model_open(model *m, const config *c, outcome *out)
     m->c = c;
     m->out = out;
     m->random = c->seed;
-    REQUIRE_OK(mt_dev_cpu_open(&m->dev));
-    if (c->max_us > 0)
-        REQUIRE_OK(mt_dev_delay_open(m->dev, c->seed, c->max_us, &m->dev));
+    m->dev = delayed_open(c->seed, c->max_us);
     REQUIRE_OK(mt_pool_open(2, &m->pool));
     m->cx = (mt_context){ .dev = m->dev, .pool = m->pool };
     REQUIRE_OK(mt_store_open(&m->cx, &m->store));
@@ -610,7 +608,7 @@ TEST(a_unit_whose_states_are_on_the_device_is_no_guest)
 static float taken_after_a_write(unsigned skip)
 {
     slow_read r = { 0 };
-    float    *w, found;
+    float    *w;
     void     *mem;
     int       slot;
 
@@ -624,12 +622,10 @@ static float taken_after_a_write(unsigned skip)
     r.weight = mem;
     CHECK_OK(m.dev->ops->call(m.run, read_late, &r));       /* the fetch waits for this: FREED */
     CHECK_OK(mt_home_vram.take(m.r, 1, m.run));
-    sleep_ms(20);
-    sleep_ms(20);
+    sleep_ms(40);
     CHECK_OK(m.dev->ops->sync(m.run));
     CHECK_OK(mt_home_vram.drain(m.r));
-    found = *(float *)mem;
-    return found;
+    return *(float *)mem;
 }
 
 TEST(memory_is_given_back_behind_the_fetch_from_it)

@@ -172,34 +172,16 @@ static void expect_wrong(unsigned edge, int max_us, int disk_us)
 {
     long wrong = 0;
 
+    RACE;
     for (uint64_t seed = 1; wrong == 0 && seed <= 20; seed++)
         wrong += train(seed, max_us, disk_us, edge, 2);
     CHECK(wrong > 0);
 }
 
-TEST(without_full_what_is_written_is_not_there_yet)
-{
-    RACE;
-    expect_wrong(MT_EDGE_FULL, 300, 20);
-}
-
-TEST(without_written_a_bay_is_filled_while_written)
-{
-    RACE;
-    expect_wrong(MT_EDGE_WRITTEN, 20, 2000);
-}
-
-TEST(without_read_it_comes_back_too_early)
-{
-    RACE;
-    expect_wrong(MT_EDGE_READ, 20, 2000);
-}
-
-TEST(without_drained_a_bay_is_read_into_too_early)
-{
-    RACE;
-    expect_wrong(MT_EDGE_DRAINED, 300, 20);
-}
+TEST(without_full_what_is_written_is_not_there_yet) { expect_wrong(MT_EDGE_FULL, 300, 20); }
+TEST(without_written_a_bay_is_filled_while_written) { expect_wrong(MT_EDGE_WRITTEN, 20, 2000); }
+TEST(without_read_it_comes_back_too_early)          { expect_wrong(MT_EDGE_READ, 20, 2000); }
+TEST(without_drained_a_bay_is_read_into_too_early)  { expect_wrong(MT_EDGE_DRAINED, 300, 20); }
 
 static void until_written(scene *s, uint64_t bytes)
 {
@@ -434,7 +416,6 @@ TEST(without_a_file_a_bundle_is_refused)
     mt_swap_part p = { s.k.source, 64 };
     uint64_t     bundle = 7;
 
-    memset(&s, 0, sizeof s);
     toy_open(&s.t, 1, 1, 0);
     REQUIRE_OK(mt_swap_open(&s.t.cx, &s.w));
     CHECK_EQ(mt_swap_out(s.w, 0, &p, 1, MT_SWAP_FILE, s.t.run, &bundle), MT_ESTATE);
@@ -470,7 +451,6 @@ TEST(a_file_that_may_not_grow_is_told_with_its_bytes)
     static scene s;
     uint64_t     bundle[WINDOWS], more = 0;
 
-    memset(&s, 0, sizeof s);
     disk_reset(0);
     toy_open(&s.t, WINDOWS, 1, 0);
     scene_file(&s, 2 * KEEPS, 0);
@@ -556,12 +536,9 @@ static mt_status errand(scene *s, mt_queue *q)
 TEST(every_failing_device_call_frees_everything)
 {
     static scene s;
-    int          fired = 1;
 
-    CPU(cpu);
-    for (int n = 1; fired > 0; n++) {
-        mt_dev *d = fault_dev(cpu, 0, n % 2 ? FAULT_ONCE : FAULT_STAYS);
-
+    EACH_FAULT(d, 1, n % 2 ? FAULT_ONCE : FAULT_STAYS) {
+        fault_next(d, 0);
         memset(&s, 0, sizeof s);
         disk_reset(0);
         toy_open_on(&s.t, d, 1, 0, MT_F32);
@@ -569,17 +546,14 @@ TEST(every_failing_device_call_frees_everything)
         fault_next(d, n);
         mt_status st = errand(&s, s.t.run);
         mt_swap_close(s.w);
-        fired = fault_fired(d);
         /* a wait behind a write may fail when all is over */
-        CHECK(st == MT_OK || (st == MT_EDEVICE && fired));
+        CHECK(st == MT_OK || (st == MT_EDEVICE && fault_fired(d)));
         mt_file_close(s.file);
         rmdir(s.dir);
         fault_next(d, 0);
         s.t.dev->ops->queue_close(s.t.run);
         mt_store_close(s.t.store);
         mt_pool_close(s.t.pool);
-        CHECK_EQ(fault_live(d), 0);
-        d->ops->close(d);
     }
 }
 

@@ -16,9 +16,7 @@ static mt_dev *behind, *faulty, *stage;
 /* Behind the stage: a device that locks `locks` regions of ours; below 0 all. */
 static void open_behind(int n, fault_mode mode, int locks, int max_us)
 {
-    REQUIRE_OK(mt_dev_cpu_open(&behind));
-    if (max_us > 0)
-        REQUIRE_OK(mt_dev_delay_open(behind, 5, max_us, &behind));
+    behind = delayed_open(5, max_us);
     faulty = fault_dev(behind, n, mode);
     fault_locks(faulty, locks);
     REQUIRE_OK(mt_dev_stage_open(faulty, &stage));
@@ -31,6 +29,10 @@ static void close_all(int *opened)
 }
 
 #define BEHIND(...) CLOSED_BY(close_all) int opened = (open_behind(__VA_ARGS__), 1); (void)opened
+
+/* So much of ours is locked, and the rest noted, whatever its size. */
+#define STAGE(locks, max_us) BEHIND(0, FAULT_ONCE, locks, max_us); \
+    mt_dev_stage_limit(stage, SIZE_MAX, 0)
 
 static size_t noted(void)
 {
@@ -85,8 +87,7 @@ TEST(copies_of_any_size_are_whole)
     const size_t   sizes[] = { 0, 1, BUFFER_BYTES - 1, BUFFER_BYTES, BUFFER_BYTES + 1, REGION };
     unsigned char *from, *to, *there;
 
-    BEHIND(0, FAULT_ONCE, OURS, 0);
-    mt_dev_stage_limit(stage, SIZE_MAX, 0);
+    STAGE(OURS, 0);
     mt_queue *q = queue();
     there = device(REGION);
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
@@ -113,8 +114,7 @@ TEST(copies_of_any_size_are_whole)
  * wait for each other. */
 TEST(copies_keep_the_order_of_their_queues)
 {
-    BEHIND(0, FAULT_ONCE, OURS, 100);
-    mt_dev_stage_limit(stage, SIZE_MAX, 0);
+    STAGE(OURS, 100);
     NOTED(a, REGION, 3, MT_OK);
     NOTED(b, REGION, 0, MT_OK);
     NOTED(c, REGION, 0, MT_OK);
@@ -140,8 +140,7 @@ TEST(copies_keep_the_order_of_their_queues)
 
 TEST(what_is_locked_is_copied_at_once)
 {
-    BEHIND(0, FAULT_ONCE, OURS + 1, 0);
-    mt_dev_stage_limit(stage, SIZE_MAX, 0);
+    STAGE(OURS + 1, 0);
     NOTED(from, REGION, 3, MT_OK);
     CHECK_EQ(noted(), 0);
     region_free(region_of(REGION, 3, MT_OK));
@@ -208,8 +207,7 @@ TEST(other_failures_stay_failures)
 TEST(a_copy_fails_at_each_of_its_calls)
 {
     for (int n = 1, over = 0; !over; n++) {
-        BEHIND(0, FAULT_ONCE, OURS, 0);
-        mt_dev_stage_limit(stage, SIZE_MAX, 0);
+        STAGE(OURS, 0);
         NOTED(p, REGION, 1, MT_OK);
         QUEUE(q);
         MEM(there, REGION);
@@ -227,8 +225,7 @@ TEST(queues_without_a_buffer_copy_too)
 {
     mt_queue *q[BUFFERS + 2];
 
-    BEHIND(0, FAULT_ONCE, OURS, 0);
-    mt_dev_stage_limit(stage, SIZE_MAX, 0);
+    STAGE(OURS, 0);
     NOTED(from, REGION, 5, MT_OK);
     NOTED(to, REGION, 0, MT_OK);
     MEM(there, REGION);
@@ -270,8 +267,7 @@ TEST(while_memory_is_locked_others_copy_and_look)
     FREED unsigned char *second = aligned_alloc(PAGE_BYTES, REGION);
     pthread_t      thread;
 
-    BEHIND(0, FAULT_ONCE, OURS, 0);
-    mt_dev_stage_limit(stage, SIZE_MAX, 0);
+    STAGE(OURS, 0);
     NOTED(first, REGION, 3, MT_OK);                     /* noted: its copies take a buffer */
     MEM(there, REGION);
     QUEUE(q);

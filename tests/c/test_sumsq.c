@@ -330,12 +330,8 @@ TEST(cpu_queue_gives_the_definition)
 
 TEST(cuda_queue_gives_the_definition)
 {
-    mt_dev *dev;
-
-    if (mt_dev_cuda_open(0, &dev) != MT_OK)
-        SKIP("%s", mt_last_error());
+    CUDA(dev, 0);
     check_queue(dev);
-    dev->ops->close(dev);
 }
 
 /* A parameter that begins at an odd address, and one of more chunks than there is room for at
@@ -445,14 +441,10 @@ TEST(cpu_queue_accumulates_as_the_host_does)
 
 TEST(cuda_queue_accumulates_as_the_host_does)
 {
-    mt_dev *dev;
-
-    if (mt_dev_cuda_open(0, &dev) != MT_OK)
-        SKIP("%s", mt_last_error());
+    CUDA(dev, 0);
     check_all_sums(dev);
     for (int t = 0; t < TYPES; t++)
         check_sums(dev, types[t], (1 << 22) + 5, 0, 0);
-    dev->ops->close(dev);
 }
 
 static mt_status try_add(mt_sumsq *s, mt_queue *q, mt_dtype dt, float *acc, void *grad,

@@ -97,20 +97,16 @@ static void expect_wrong(unsigned edge)
 {
     long wrong = 0;
 
+    RACE;
     for (uint64_t seed = 1; wrong == 0 && seed <= 20; seed++)
         wrong += train(seed, 300, edge, 2);
     CHECK(wrong > 0);
 }
 
-TEST(without_computed_something_else_is_kept)
-{
-    RACE;
-    expect_wrong(MT_EDGE_COMPUTED);
-}
-
-TEST(without_left_what_follows_is_kept)        { RACE; expect_wrong(MT_EDGE_LEFT); }
-TEST(without_room_what_is_used_is_overwritten) { RACE; expect_wrong(MT_EDGE_ROOM); }
-TEST(without_back_compute_is_too_early)        { RACE; expect_wrong(MT_EDGE_BACK); }
+TEST(without_computed_something_else_is_kept)  { expect_wrong(MT_EDGE_COMPUTED); }
+TEST(without_left_what_follows_is_kept)        { expect_wrong(MT_EDGE_LEFT); }
+TEST(without_room_what_is_used_is_overwritten) { expect_wrong(MT_EDGE_ROOM); }
+TEST(without_back_compute_is_too_early)        { expect_wrong(MT_EDGE_BACK); }
 
 /* Its sources not given up, nothing else says when the bay is full. */
 TEST(without_kept_the_bay_is_read_too_early)

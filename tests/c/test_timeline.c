@@ -11,13 +11,12 @@ typedef struct rig {
     mt_queue    *a, *b;
     mt_timeline *t;
     mt_record   *got;        /* [ALL] */
-    sem_t        gate;
+    gate         gate;
 } rig;
 
 static void rig_open(rig *r, int n, fault_mode mode)
 {
     *r = (rig){ 0 };
-    REQUIRE(sem_init(&r->gate, 0, 0) == 0);
     REQUIRE_OK(mt_dev_cpu_open(&r->cpu));
     REQUIRE((r->got = calloc(ALL, sizeof *r->got)) != NULL);
     r->d = fault_dev(r->cpu, n, mode);
@@ -38,6 +37,7 @@ static void rig_close(rig *r)
 }
 
 #define RIG(r, ...) CLOSED_BY(rig_close) rig r; rig_open(&r, __VA_ARGS__)
+#define ON(r)       RIG(r, 0, FAULT_ONCE); CHECK_OK(mt_timeline_on(r.t, 1))
 
 static void one(rig *r, mt_queue *q, mt_lane lane, int unit)
 {
@@ -45,12 +45,6 @@ static void one(rig *r, mt_queue *q, mt_lane lane, int unit)
 
     mt_timeline_begin(r->t, &span, lane, MT_WORK_FETCH, unit, q);
     mt_timeline_end(r->t, &span, (uint64_t)unit * 10, q);
-}
-
-static void hold(void *closed)
-{
-    while (sem_wait(closed) != 0)
-        continue;
 }
 
 /* ---- off -------------------------------------------------------------------------------- */
@@ -75,8 +69,7 @@ TEST(off_makes_no_call_and_keeps_nothing)
 
 TEST(turned_off_it_still_gives_what_it_has)
 {
-    RIG(r, 0, FAULT_ONCE);
-    CHECK_OK(mt_timeline_on(r.t, 1));
+    ON(r);
     one(&r, r.a, MT_LANE_H2D, 3);
     CHECK_OK(mt_timeline_on(r.t, 0));
     one(&r, r.a, MT_LANE_H2D, 4);
@@ -91,8 +84,7 @@ TEST(a_record_has_its_queues_times)
 {
     mt_span  span;
 
-    RIG(r, 0, FAULT_ONCE);
-    CHECK_OK(mt_timeline_on(r.t, 1));
+    ON(r);
     uint64_t before = mt_now_ns();
     mt_timeline_begin(r.t, &span, MT_LANE_HOST, MT_WORK_UPDATE, 7, NULL);
     sleep_ms(2);
@@ -114,15 +106,14 @@ TEST(a_record_has_its_queues_times)
 /* What queue a has not done yet neither comes early nor holds up what queue b has done. */
 TEST(work_under_way_comes_later)
 {
-    RIG(r, 0, FAULT_ONCE);
-    CHECK_OK(mt_timeline_on(r.t, 1));
-    CHECK_OK(r.d->ops->call(r.a, hold, &r.gate));
+    ON(r);
+    CHECK_OK(r.d->ops->call(r.a, wait_for_gate, &r.gate));
     one(&r, r.a, MT_LANE_H2D, 1);
     one(&r, r.b, MT_LANE_D2H, 2);
     CHECK_OK(r.d->ops->sync(r.b));
     REQUIRE(mt_timeline_read(r.t, r.got, ALL) == 1);
     CHECK_EQ(r.got[0].unit, 2);
-    (void)sem_post(&r.gate);
+    atomic_store(&r.gate.open, 1);
     CHECK_OK(r.d->ops->sync(r.a));
     REQUIRE(mt_timeline_read(r.t, r.got, ALL) == 1);
     CHECK_EQ(r.got[0].unit, 1);
@@ -131,8 +122,7 @@ TEST(work_under_way_comes_later)
 
 TEST(reading_a_few_leaves_the_rest)
 {
-    RIG(r, 0, FAULT_ONCE);
-    CHECK_OK(mt_timeline_on(r.t, 1));
+    ON(r);
     for (int i = 0; i < 10; i++)
         one(&r, r.a, MT_LANE_H2D, i);
     CHECK_OK(r.d->ops->sync(r.a));
@@ -148,8 +138,7 @@ TEST(the_latest_are_kept_and_the_others_counted)
 {
     enum { MORE = 100 };
 
-    RIG(r, 0, FAULT_ONCE);
-    CHECK_OK(mt_timeline_on(r.t, 1));
+    ON(r);
     for (int i = 0; i < MT_TIMELINE_KEPT + MORE; i++)
         one(&r, NULL, MT_LANE_HOST, i);
     CHECK_EQ(mt_timeline_lost(r.t), MORE);
@@ -163,14 +152,13 @@ TEST(a_full_timeline_waits_for_no_queue)
 {
     const mt_record *held = NULL;
 
-    RIG(r, 0, FAULT_ONCE);
-    CHECK_OK(mt_timeline_on(r.t, 1));
-    CHECK_OK(r.d->ops->call(r.a, hold, &r.gate));
+    ON(r);
+    CHECK_OK(r.d->ops->call(r.a, wait_for_gate, &r.gate));
     one(&r, r.a, MT_LANE_H2D, 5);
     for (int i = 1; i < MT_TIMELINE_KEPT + 3; i++)
         one(&r, NULL, MT_LANE_HOST, i);
     CHECK_EQ(mt_timeline_lost(r.t), 3);
-    (void)sem_post(&r.gate);
+    atomic_store(&r.gate.open, 1);
     CHECK_OK(r.d->ops->sync(r.a));
     REQUIRE(mt_timeline_read(r.t, r.got, ALL) == MT_TIMELINE_KEPT);
     for (int i = 0; i < MT_TIMELINE_KEPT; i++)
@@ -185,8 +173,7 @@ TEST(a_full_timeline_waits_for_no_queue)
 /* Stamps are used again: as many as were ever in use at once, not as many as records. */
 TEST(stamps_are_used_again)
 {
-    RIG(r, 0, FAULT_ONCE);
-    CHECK_OK(mt_timeline_on(r.t, 1));
+    ON(r);
     for (int i = 0; i < 50; i++) {
         one(&r, r.a, MT_LANE_H2D, i);
         CHECK_OK(r.d->ops->sync(r.a));
@@ -209,20 +196,19 @@ TEST(a_wait_for_weights_is_in_no_record)
 {
     mt_event *there;
 
-    RIG(r, 0, FAULT_ONCE);
+    ON(r);
     CHECK_OK(r.d->ops->event_open(r.d, &there));
-    CHECK_OK(mt_timeline_on(r.t, 1));
     CHECK_EQ(mt_timeline_wait(r.t, 3, r.a), 0);          /* nothing is open */
     mt_timeline_enter(r.t, MT_WORK_FORWARD, 3, r.a);
     REQUIRE(mt_timeline_wait(r.t, 3, r.a) == 1);
     CHECK_OK(r.d->ops->record(r.a, there));
-    CHECK_OK(r.d->ops->call(r.a, hold, &r.gate));
+    CHECK_OK(r.d->ops->call(r.a, wait_for_gate, &r.gate));
     mt_timeline_waited(r.t, r.a);
     CHECK_EQ(mt_timeline_wait(r.t, 3, r.a), 0);
     mt_timeline_leave(r.t, r.a);
     CHECK_OK(r.d->ops->sync_event(there));               /* the queue stands at the gate */
     sleep_ms(3);
-    (void)sem_post(&r.gate);
+    atomic_store(&r.gate.open, 1);
     CHECK_OK(r.d->ops->sync(r.a));
     REQUIRE(mt_timeline_read(r.t, r.got, ALL) == 2);
     expect(&r.got[0], MT_WORK_FORWARD, 3);
@@ -234,8 +220,7 @@ TEST(a_wait_for_weights_is_in_no_record)
 /* A backward that raised leaves its window open; the next step's windows are not inside it. */
 TEST(a_step_closes_what_failures_left_open)
 {
-    RIG(r, 0, FAULT_ONCE);
-    CHECK_OK(mt_timeline_on(r.t, 1));
+    ON(r);
     for (int deep = 0; deep < 40; deep++)                /* deeper than it counts */
         mt_timeline_enter(r.t, MT_WORK_BACKWARD, 1, r.a);
     mt_timeline_step(r.t, 9, r.a);
@@ -303,8 +288,7 @@ TEST(threads_record_side_by_side)
     int64_t   n = 0;
     static int seen[MT_LANE_COUNT][EACH];
 
-    RIG(r, 0, FAULT_ONCE);
-    CHECK_OK(mt_timeline_on(r.t, 1));
+    ON(r);
     w[0] = (worker){ &r, r.a, MT_LANE_H2D, EACH };
     w[1] = (worker){ &r, r.b, MT_LANE_D2H, EACH };
     w[2] = (worker){ &r, NULL, MT_LANE_HOST, EACH };
@@ -348,8 +332,7 @@ TEST(records_of_what_is_over_follow_each_other)
 {
     uint64_t reached = 0, begun = mt_now_ns();
 
-    RIG(r, 0, FAULT_ONCE);
-    CHECK_OK(mt_timeline_on(r.t, 1));
+    ON(r);
     for (int unit = 0; unit < 3; unit++)         /* the second moved nothing, and is none */
         mt_timeline_over(r.t, MT_LANE_DISK, MT_WORK_READ, unit, begun,
                          unit == 1 ? 0 : 100 + (uint64_t)unit, &reached);

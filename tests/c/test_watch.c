@@ -19,14 +19,13 @@ static void shut(toy *t, mt_queue *q, gate *g)
 /* Units in memory, and a compute queue of its own. */
 static void scene_open(toy *t, int n_units)
 {
-    mt_dev *dev;
-
-    REQUIRE_OK(mt_dev_cpu_open(&dev));
-    toy_open_on(t, dev, n_units, 1, MT_F32);
+    toy_open_on(t, cpu_open(), n_units, 1, MT_F32);
     mt_ledger_watchdog(t->store, LIMIT_S);
 }
 
 #define SCENE(t, ...) CLOSED_BY(toy_close) toy t; scene_open(&t, __VA_ARGS__)
+
+static const int first_param[1] = { 0 };
 
 /* ---- the list --------------------------------------------------------------------------- */
 
@@ -358,9 +357,8 @@ TEST(a_stalled_compute_is_named)
 {
     static const char updater[] = "waits for the hand-over of its gradients";
     static float    grads[64];
-    static const int params[1] = { 0 };
     mt_grad_item    item = { 0, grads, MT_GRAD_SET, 0 };
-    mt_update_job   job = { .unit = 0, .n_params = 1, .params = params, .run = update_nothing,
+    mt_update_job   job = { .unit = 0, .n_params = 1, .params = first_param, .run = update_nothing,
                             .free = run_nothing };
     uint64_t        ticket;
     double          norm;
@@ -445,8 +443,7 @@ TEST(what_holds_a_slot_is_named)
 
 TEST(a_stalled_update_is_named)
 {
-    static const int params[1] = { 0 };
-    mt_update_job   job = { .unit = 1, .params = params, .run = update_nothing,
+    mt_update_job   job = { .unit = 1, .params = first_param, .run = update_nothing,
                             .free = run_nothing };
     uint64_t        ticket;
     gate            g = { 0 };
@@ -539,9 +536,8 @@ static mt_status put_gate(void *arg, mt_queue *q, float clip)
 
 TEST(a_stalled_device_update_is_named)
 {
-    static const int   params[1] = { 0 };
     gate               g = { 0 };
-    mt_update_job u = { .unit = 1, .params = params, .n_params = 1, .put = put_gate,
+    mt_update_job u = { .unit = 1, .params = first_param, .n_params = 1, .put = put_gate,
                              .arg = &g };
     mt_resident       *r;
     void              *mem;
@@ -580,8 +576,7 @@ static mt_status gate_through(void *arg, mt_queue *q, const mt_part *parts, int 
 TEST(a_stalled_piece_is_named)
 {
     gate           g = { 0 };
-    const int     params[1] = { 0 };
-    mt_update_job job = { .unit = 1, .params = params, .n_params = 1,
+    mt_update_job job = { .unit = 1, .params = first_param, .n_params = 1,
                           .gradient = gradient_of_one, .compute = gate_through, .arg = &g };
 
     SCENE(t, 2);

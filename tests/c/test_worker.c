@@ -64,10 +64,7 @@ static void room_close(room *r)
 
 static uint64_t submit(room *r, task *k)
 {
-    mt_lock(&r->mu);
-    uint64_t number = mt_worker_submit(&r->w, &k->job);
-    mt_unlock(&r->mu);
-    return number;
+    return MT_LOCKED(&r->mu, mt_worker_submit(&r->w, &k->job));
 }
 
 static void submit_all(room *r, task *k, int n)
@@ -155,22 +152,13 @@ TEST(stop_may_drop_what_is_in_the_list)
 {
     gate shut = { 0 };
     task k[2] = { { .number = 1, .behind = &shut }, { .number = 2 } };
-    int  dropped = 0;
 
     ROOM(r, 1);
     (void)submit(&r, &k[0]);
     (void)submit(&r, &k[1]);
-    for (int begun = 0; !begun; sleep_ms(1)) {
-        mt_lock(&r.mu);
-        begun = r.n_ran > 0;
-        mt_unlock(&r.mu);
-    }
+    UNTIL(MT_LOCKED(&r.mu, r.n_ran) > 0);
     pthread_t stopper = thread_start(stop_dropping, &r.w);
-    for (; !dropped; sleep_ms(1)) {
-        mt_lock(&r.mu);
-        dropped = !k[1].job.listed;
-        mt_unlock(&r.mu);
-    }
+    UNTIL(!MT_LOCKED(&r.mu, k[1].job.listed));
     atomic_store(&shut.open, 1);
     thread_join(stopper);
     CHECK_EQ(r.n_ran, 1);
@@ -241,11 +229,7 @@ TEST(several_threads_share_a_list)
         k[i] = (task){ .number = i + 1, .behind = &shut };
         (void)submit(&r, &k[i]);
     }
-    for (int begun = 0; begun < 4; sleep_ms(1)) {
-        mt_lock(&r.mu);
-        begun = r.n_ran;
-        mt_unlock(&r.mu);
-    }
+    UNTIL(MT_LOCKED(&r.mu, r.n_ran) == 4);
     atomic_store(&shut.open, 1);
     CHECK_OK(wait_for(&r, MT_WORKER_ALL));
     CHECK_EQ(r.n_ran, 4);

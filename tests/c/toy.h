@@ -76,12 +76,7 @@ static inline void toy_open_on(toy *t, mt_dev *dev, int n_units, int own_run, mt
 
 static inline void toy_open(toy *t, int n_units, uint64_t seed, int max_us)
 {
-    mt_dev *dev = NULL;
-
-    REQUIRE_OK(mt_dev_cpu_open(&dev));
-    if (max_us > 0)
-        REQUIRE_OK(mt_dev_delay_open(dev, seed, max_us, &dev));
-    toy_open_on(t, dev, n_units, max_us > 0, MT_F32);
+    toy_open_on(t, delayed_open(seed, max_us), n_units, max_us > 0, MT_F32);
 }
 
 static inline void toy_close(toy *t)
@@ -96,18 +91,12 @@ static inline void toy_close(toy *t)
 
 /* ---- gradient kernels: one thread, elements in order ------------------------------------ */
 
-static inline double toy_element(mt_dtype dt, const void *x, int64_t i)
-{
-    return dt == MT_BF16 ? (double)mt_bf16_to_f32(((const uint16_t *)x)[i])
-                         : (double)((const float *)x)[i];
-}
-
 static inline double toy_sum(mt_dtype dt, const void *x, int64_t n)
 {
     double sum = 0;
 
     for (int64_t i = 0; i < n; i++)
-        sum += toy_element(dt, x, i) * toy_element(dt, x, i);
+        sum += (double)get(x, dt, i) * (double)get(x, dt, i);
     return sum;
 }
 
@@ -143,15 +132,12 @@ static inline void toy_accumulate(mt_pool *pool, mt_dtype dt, float *acc, void *
                                   double *chunks)
 {
     for (int64_t i = 0; i < n; i++) {
-        float old = from_grad || acc == NULL ? (float)toy_element(dt, grad, i) : acc[i];
-        float sum = old + (float)toy_element(dt, add, i);
+        float old = from_grad || acc == NULL ? get(grad, dt, i) : acc[i];
+        float sum = old + get(add, dt, i);
 
         if (acc != NULL)
             acc[i] = sum;
-        if (dt == MT_BF16)
-            ((uint16_t *)grad)[i] = mt_f32_to_bf16(sum);
-        else
-            ((float *)grad)[i] = sum;
+        set(grad, dt, i, sum);
     }
     *sumsq = toy_sum(dt, grad, n);
 }
