@@ -408,34 +408,13 @@ TEST(a_step_moves_as_many_bytes_as_it_says)
 
 /* ---- in a queue ---- */
 
-typedef struct device {
-    mt_dev   *dev;
-    mt_queue *q;
-} device;
-
-static int device_open(device *d, int cuda)
-{
-    *d = (device){ NULL, NULL };
-    if ((cuda ? mt_dev_cuda_open(0, &d->dev) : mt_dev_cpu_open(&d->dev)) != MT_OK)
-        return 0;
-    REQUIRE_OK(d->dev->ops->queue_open(d->dev, "adam", &d->q));
-    return 1;
-}
-
-static void device_close(device *d)
-{
-    if (d->dev == NULL)
-        return;
-    d->dev->ops->queue_close(d->q);
-    d->dev->ops->close(d->dev);
-}
-
-#define DEVICE(d, cuda) CLOSED_BY(device_close) device d; \
-    if (!device_open(&d, cuda)) SKIP("%s", mt_last_error())
+#define DEVICE(q, cuda) CLOSED_BY(mt_dev_done) mt_dev *dev = (cuda) ? cuda_open(0) : cpu_open(); \
+    if (dev == NULL) SKIP("%s", mt_last_error()); \
+    OPENED(mt_queue, q, dev->ops->queue_open(dev, "adam", &q))
 
 /* t's planes on the device, each `off` elements behind where a vector would like it, but for the
  * scales. */
-static mt_adam_tensor lift_all(device *d, const mt_adam_tensor *t, size_t off)
+static mt_adam_tensor lift_all(mt_queue *q, const mt_adam_tensor *t, size_t off)
 {
     mt_adam_tensor from = *t, there = *t;
     piece          a[PIECES], b[PIECES];
@@ -445,15 +424,15 @@ static mt_adam_tensor lift_all(device *d, const mt_adam_tensor *t, size_t off)
     pieces_of(&there, b);
     for (int i = 0; i < PIECES; i++)
         if (*a[i].at != NULL) {
-            REQUIRE_OK(d->dev->ops->mem_alloc(d->dev, a[i].bytes + 16, &mem));
+            REQUIRE_OK(q->dev->ops->mem_alloc(q->dev, a[i].bytes + 16, &mem));
             *b[i].at = (char *)mem + (a[i].each == 8 ? 0 : off * a[i].each);
-            CHECK_OK(d->dev->ops->copy(d->q, *b[i].at, *a[i].at, a[i].bytes));
+            CHECK_OK(q->dev->ops->copy(q, *b[i].at, *a[i].at, a[i].bytes));
         }
     return there;
 }
 
 /* Back into t, and the device's planes are gone. */
-static void lower_all(device *d, mt_adam_tensor *t, mt_adam_tensor *there, size_t off)
+static void lower_all(mt_queue *q, mt_adam_tensor *t, mt_adam_tensor *there, size_t off)
 {
     piece a[PIECES], b[PIECES];
 
@@ -461,33 +440,33 @@ static void lower_all(device *d, mt_adam_tensor *t, mt_adam_tensor *there, size_
     pieces_of(there, b);
     for (int i = 0; i < PIECES; i++)
         if (*a[i].at != NULL) {
-            CHECK_OK(d->dev->ops->copy(d->q, *a[i].at, *b[i].at, a[i].bytes));
-            CHECK_OK(d->dev->ops->sync(d->q));
-            d->dev->ops->mem_free(d->dev, (char *)*b[i].at -
+            CHECK_OK(q->dev->ops->copy(q, *a[i].at, *b[i].at, a[i].bytes));
+            CHECK_OK(q->dev->ops->sync(q));
+            q->dev->ops->mem_free(q->dev, (char *)*b[i].at -
                                           (a[i].each == 8 ? 0 : off * a[i].each));
         }
 }
 
-static void check_put(device *d, kind k, int64_t n, size_t off, int steps)
+static void check_put(mt_queue *q, kind k, int64_t n, size_t off, int steps)
 {
     random_state = (uint64_t)n * 31 + k.w;
     TENSOR want = tensor_new(k, n);
     want.first = k.states == MT_STATES_FP32 ? 0 : 1280;
     TENSOR got = tensor_twin(&want);
-    mt_adam_tensor there = lift_all(d, &got, off);
+    mt_adam_tensor there = lift_all(q, &got, off);
 
     for (int i = 1; i <= steps; i++) {
-        CHECK_OK(d->dev->ops->sync(d->q));               /* the copy before has read want's grad */
+        CHECK_OK(q->dev->ops->sync(q));               /* the copy before has read want's grad */
         fill_grad(&want);
         want.hyper.step = there.hyper.step = i;
-        CHECK_OK(d->dev->ops->copy(d->q, (void *)(uintptr_t)there.grad, want.grad,
+        CHECK_OK(q->dev->ops->copy(q, (void *)(uintptr_t)there.grad, want.grad,
                                    (size_t)n * mt_dtype_bytes(k.g)));
-        CHECK_OK(mt_adam_put(d->q, &there, 1, 0.75f));
+        CHECK_OK(mt_adam_put(q, &there, 1, 0.75f));
         step_by(&want, NULL, 0.75f, mt_isa_best());
     }
-    CHECK_OK(d->dev->ops->sync(d->q));
-    lower_all(d, &got, &there, off);
-    check_same(&want, &got, d->dev->ops->name);
+    CHECK_OK(q->dev->ops->sync(q));
+    lower_all(q, &got, &there, off);
+    check_same(&want, &got, q->dev->ops->name);
 }
 
 /* Lengths around what a lane, a warp, a round and a block take; addresses that no vector fits. */
@@ -496,13 +475,13 @@ static void check_puts(int cuda)
     static const int64_t lengths[] = { 1, 3, 4, 127, 128, 129, 1023, 1024, 2047, 2048, 2049, 4100,
                                        10001 };
 
-    DEVICE(d, cuda);
+    DEVICE(q, cuda);
     for (int k = 0; k < KINDS; k++) {
         for (int i = 0; i < COUNT(lengths); i++)
             for (size_t off = 0; off < 2; off++)
-                check_put(&d, kinds[k], lengths[i], off, 3);
-        check_put(&d, kinds[k], 2500, 0, k < FULL || cuda ? 200 : 2);
-        check_put(&d, kinds[k], (1 << (cuda ? 20 : k < FULL ? 16 : 13)) + 3, 0,
+                check_put(q, kinds[k], lengths[i], off, 3);
+        check_put(q, kinds[k], 2500, 0, k < FULL || cuda ? 200 : 2);
+        check_put(q, kinds[k], (1 << (cuda ? 20 : k < FULL ? 16 : 13)) + 3, 0,
                   cuda ? k < FULL ? 200 : 100 : 2);
     }
 }
@@ -512,15 +491,15 @@ TEST(cuda_queue_gives_the_same_bits) { check_puts(1); }
 
 TEST(cuda_queue_gives_the_same_bits_for_special_values)
 {
-    DEVICE(d, 1);
+    DEVICE(q, 1);
     random_state = 3;
     for (int k = 0; k < 2 * KINDS; k++) {
         TENSOR want = odd_tensor(kinds[k / 2], k % 2);
         TENSOR got = tensor_twin(&want);
-        mt_adam_tensor there = lift_all(&d, &got, 0);
+        mt_adam_tensor there = lift_all(q, &got, 0);
 
-        CHECK_OK(mt_adam_put(d.q, &there, 1, 0.75f));
-        lower_all(&d, &got, &there, 0);
+        CHECK_OK(mt_adam_put(q, &there, 1, 0.75f));
+        lower_all(q, &got, &there, 0);
         step_by(&want, NULL, 0.75f, MT_ISA_SCALAR);
         check_same(&want, &got, "cuda");
     }
@@ -533,7 +512,7 @@ static void check_many(int cuda)
     enum { MANY = 150 };
     static mt_adam_tensor want[MANY], got[MANY], there[MANY];
 
-    DEVICE(d, cuda);
+    DEVICE(q, cuda);
     random_state = 21;
     for (int i = 0; i < MANY; i++) {
         want[i] = tensor_new(kinds[i * 7 % KINDS],
@@ -544,13 +523,13 @@ static void check_many(int cuda)
         want[i].hyper.maximize = i % 2;
         fill_grad(&want[i]);
         got[i] = tensor_twin(&want[i]);
-        there[i] = lift_all(&d, &got[i], 0);
+        there[i] = lift_all(q, &got[i], 0);
     }
-    CHECK_OK(mt_adam_put(d.q, there, MANY, 0.75f));
-    CHECK_OK(mt_adam_put(d.q, NULL, 0, 0.75f));
-    CHECK_OK(d.dev->ops->sync(d.q));
+    CHECK_OK(mt_adam_put(q, there, MANY, 0.75f));
+    CHECK_OK(mt_adam_put(q, NULL, 0, 0.75f));
+    CHECK_OK(dev->ops->sync(q));
     for (int i = 0; i < MANY; i++) {
-        lower_all(&d, &got[i], &there[i], 0);
+        lower_all(q, &got[i], &there[i], 0);
         step_by(&want[i], NULL, 0.75f, mt_isa_best());
         check_same(&want[i], &got[i], "many");
         tensor_free(&want[i]);
@@ -568,13 +547,13 @@ TEST(put_checks_everything_before_it_puts)
     TENSOR was = tensor_twin(&s);
     mt_adam_tensor t[2] = { s, s };
 
-    DEVICE(d, 0);
+    DEVICE(q, 0);
     t[1].lo = NULL;
-    CHECK_FAILS(mt_adam_put(d.q, t, 2, 1.0f), MT_EINVAL, "tensor 1");
+    CHECK_FAILS(mt_adam_put(q, t, 2, 1.0f), MT_EINVAL, "tensor 1");
     CHECK_SAYS("lo");
-    CHECK_EQ(mt_adam_put(d.q, t, 1, INFINITY), MT_EINVAL);
+    CHECK_EQ(mt_adam_put(q, t, 1, INFINITY), MT_EINVAL);
     CHECK_EQ(mt_adam_put_cuda(0, t, 2, 1.0f) == MT_OK, 0);
-    CHECK_OK(d.dev->ops->sync(d.q));
+    CHECK_OK(dev->ops->sync(q));
     CHECK_EQ(differences(&s, &was), 0);
 }
 

@@ -1672,40 +1672,6 @@ TEST(trained_weights_that_come_from_devices_have_the_bits_of_one)
             .dawdle_us = k % 4 == 0 ? 0 : UNDER_TSAN ? 100 : 700);
 }
 
-/* Weights are read and written between steps, by all alike. */
-static void *read_and_write(void *arg)
-{
-    runner *r = arg;
-    void   *mine;
-
-    take_all(r);
-    for (int k = 0; k < 30; k++) {
-        r->step = k % STEPS;
-        one_step(r);
-        for (int u = 0; u < UNITS && (k + r->rank) % 3 != 0; u++)
-            CHECK_OK(mt_mirror_read(r->cx.store, (u + r->rank) % UNITS, 0));
-        if (k % 4 == 1)
-            write_from_outside_alike(r, k % 8 == 1 ? 0 : 1);
-        fetch(r, 0);
-        CHECK_OK(r->cx.dev->ops->sync(r->run));
-        CHECK_OK(mt_mirror_read(r->cx.store, 0, 0));
-        REQUIRE_OK(mt_store_hi(r->cx.store, 0, &mine));
-        CHECK_EQ(memcmp(r->slot[0], mine, mt_store_hi_bytes(r->cx.store, 0)), 0);
-        meet(r);
-        if (k % 10 == 9)
-            take_all(r);
-    }
-    return NULL;
-}
-
-TEST(trained_weights_that_are_read_and_written_are_the_devices)
-{
-    full = 1;
-    run_all(PLAN(.ranks = 3, .settled = 7), read_and_write);
-    run_all(PLAN(.ranks = 2, .settled = 7, .dawdle_us = UNDER_TSAN ? 100 : 500), read_and_write);
-    full = 0;
-}
-
 /* Each parameter as one process has it: where it is read on the host, and where compute reads. */
 static void check_read(runner *r, int unit, int step)
 {

@@ -35,16 +35,11 @@ static mt_status rig_renew(void *ctx, int slot, void **mem)
     return MT_OK;
 }
 
-static size_t rig_unit_bytes(const rig *r)
-{
-    return mt_store_hi_bytes(r->t.store, r->t.n_units - 1);
-}
-
 static void rig_slots(rig *r, int n_slots)
 {
     r->n_slots = n_slots;
     for (int i = 0; i < n_slots; i++) {
-        r->slots[i].bytes = rig_unit_bytes(r);
+        r->slots[i].bytes = mt_store_hi_bytes(r->t.store, r->t.n_units - 1);
         REQUIRE_OK(r->t.dev->ops->mem_alloc(r->t.dev, r->slots[i].bytes, &r->slots[i].mem));
     }
 }

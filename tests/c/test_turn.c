@@ -2,6 +2,7 @@
  * verdict of it, whoever is late, elsewhere or gone; and what a stream fetches of a unit when each
  * rank fetches its portion. Ranks are threads of one process.
  */
+#include "numbers.h"
 #include "opened.h"
 
 #include "../../csrc/core/portion.h"
@@ -258,22 +259,16 @@ TEST(a_fault_ends_the_wait)
  * turn, all who took it have heard the same, and only what all took is in step. */
 #define TURNS 300
 
-static uint64_t next_random(peer *p)
-{
-    p->seed = p->seed * 6364136223846793005u + 1442695040888963407u;
-    return p->seed >> 33;
-}
-
 static void *wander(void *arg)
 {
     peer *p = arg;
 
     for (int i = 0; i < TURNS; i++) {
-        uint64_t about = 1 + (next_random(p) % 8 == 0);
+        uint64_t about = 1 + (toy_random(&p->seed) % 8 == 0);
 
-        if (next_random(p) % 16 == 0)
-            usleep((useconds_t)(next_random(p) % 9000));
-        if (next_random(p) % 32 == 0) {
+        if (toy_random(&p->seed) % 16 == 0)
+            usleep((useconds_t)(toy_random(&p->seed) % 9000));
+        if (toy_random(&p->seed) % 32 == 0) {
             mt_turns_next(p->cx.turns, i);           /* it leaves one out */
             continue;
         }
