@@ -556,7 +556,8 @@ TEST(one_unit_at_a_time_takes_memory)
 
 TEST(small_units_are_begun_together)
 {
-    write_many(20000, 0, (mt_shards_how){ .n_copiers = 4, .n_writers = 2 });
+    for (int i = 0; i < 100 && (i == 0 || most_open < 2); i++)       /* copiers may run in turn */
+        write_many(20000, 0, (mt_shards_how){ .n_copiers = 4, .n_writers = 2 });
     CHECK(most <= BLOCK);
     CHECK(most_open > 1);
 }
