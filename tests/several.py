@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -488,6 +489,20 @@ class Adapted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.more(x)
+
+
+def out_of_reach(rank: int, group: Any) -> list[str]:
+    """Warnings where a plan took slots of other processes to be in reach, which those of the CPU device are not."""
+    from megatrain_torch.model.runtime import runtime_of
+    layers = [nn.Linear(1024, 512, bias=False), nn.Linear(512, 1024, bias=False)]
+    model = mt.stream(nn.Sequential(*layers), "cpu", plan={"homes": "vram"}, group=group, units=layers)
+    rt = runtime_of(model)
+    rt.room.asked = dataclasses.replace(rt.room.asked, fleet=dataclasses.replace(rt.room.asked.fleet, linked=True))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert rt.homes.reach(rt.ranks) == rt.homes.reach(rt.ranks) == set(), "told once"
+    mt.unstream(model)
+    return [str(w.message) for w in told]
 
 
 def frozen_at_home(rank: int, group: Any, folder: str, together: bool) -> dict[str, int]:

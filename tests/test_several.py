@@ -604,6 +604,11 @@ def test_one_model_in_memory(pool: Pool, dtype: torch.dtype, each: int) -> None:
     assert one * 0.99 < sum(pss for _, pss in pool.call("several:memory", 4, dtype)) < one * 1.05
 
 
+def test_a_plan_that_took_gpus_to_be_linked_says_what_host_memory_that_costs(pool: Pool) -> None:
+    for told in pool.call("several:out_of_reach", 2):
+        assert [text.rpartition(", ")[2] for text in told] == ["4.0 MiB more"] and "CUDA IPC" in told[0]
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_frozen_weights_at_home_on_all_gpus_take_no_host_memory(pool: Pool, tmp_path: Path, together: bool) -> None:
     """Four matrices of 4 MiB. A reader has one unit's; a save's go when it is over."""

@@ -235,7 +235,8 @@ void mt_mirror_leave(mt_store *s, int unit)
  * Of each plane a word on the unit's board says which of its values the other ranks' portions in
  * host memory are. It is changed by compare-and-exchange alone, but by whom it says BUSY:
  *
- *     0              not all of them are there; CLAIMED alone: nor all weights, but some stay
+ *     0              not all of them are there. CLAIMED alone: so it is with weights, and what is
+ *                    there of them stays
  *     stamp          they are those after so many changes of the plane; a save brought them, and
  *                    they are given back when it has read
  *     stamp|CLAIMED  the same; they stay until the plane changes, or an evict

@@ -451,7 +451,8 @@ static int is_ahead(const mt_resident *r, int unit)
     return mt_mirror_any(r->store, unit, -1, HI, IS(AHEAD) | IS(TORN));
 }
 
-/* Under mu. Portions that other ranks have updated, of weights that are aloft, (news) or not. */
+/* Under mu. What other ranks have updated comes up: of weights that are aloft (news), or of those
+ * that the host is ahead of. */
 static mt_status put_raise(mt_resident *r, mt__settled *h, int news)
 {
     mt_queue *q = r->ferry.up;

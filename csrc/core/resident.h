@@ -55,7 +55,7 @@
  *   LOWERED  our thread waits before it ends the update, and the   recorded on down, behind the
  *            unit's next update is put after that                  copy
  *   RAISED   run waits for the copy up; and the residents' queue,  recorded on up, behind the copy
- *            before it fetches what was written since
+ *            before it fetches what was written, or copies down
  *   UPDATED  who raises waits in the ledger, on the host, until all ranks' updates are over: on the
  *            device where slots are within reach, else in the share. A rank's next update waits
  *            until no rank copies from its slot any more (update.h)

@@ -350,7 +350,7 @@ def trainer_of(run: Run, model: Any, tokenizer: Any, train: Any, held: Any, how:
     if rows:
         if hasattr(words := model.config.get_text_config(), "output_router_logits"):
             words.output_router_logits = False           # a mixture's loss is that of its words
-        # Attention of rows that several documents share goes by flash's kernels, at about half the rate of cuDNN's.
+        # Rows that documents share are one sequence, for flash's kernels; others [B, S], for cuDNN's, which are faster.
         shared = any(part.begins[:, 1:].any() for part in (train, held))
         more = {"data_collator": collate(settings.device == "cuda" and shared), "train_dataset": train,
                 "eval_dataset": Rows(*(part[:HELD_OUT_ROWS] for part in (held.ids, held.learned, held.begins)))

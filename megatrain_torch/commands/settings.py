@@ -215,8 +215,8 @@ class Settings:
     nvme: str = _setting(None, str, "folder for states, weights and activations that host memory does not hold",
                          shown="FOLDER")
 
-    log_every: int = _setting(None, int, "steps between two lines of log.jsonl; default: 10 where the plan predicts "
-                              "steps shorter than 5 s on a GPU, else 1")
+    log_every: int = _setting(None, int, "steps between two lines of log.jsonl; default: 1, or 10 on a GPU if the plan "
+                              "predicts steps under 5 s")
     eval_every: int = _setting(None, int, "steps between two evaluations; default: a tenth of the run")
     save_every: int = _setting(None, int, "steps between two checkpoints; default: a fifth of the run")
     early_stopping: int = _setting(None, int, "stop after so many evaluations in a row without improvement, and "

@@ -282,7 +282,8 @@ def _planned(model: Any, settings: Settings, team: Team) -> tuple[Settings, dict
         **{name: getattr(settings, name) for name in ("seq", "vram", "host", "micro", "states", "products", "nvme",
                                                       "gpus")}))
     say(str(plan).split("\n\n")[0])
-    lines = settings.log_every or (10 if plan.seconds < LONG_S else 1)       # the GPU waits 35 ms while a loss is read
+    # While a loss is read the GPU waits: 16 ms of 1.37 s, of LoRA at 7B width with 32k tokens on an H200.
+    lines = settings.log_every or (10 if plan.seconds < LONG_S else 1)
     return settings.with_(micro=plan.micro, log_every=lines), {"device": "cuda", "plan": plan}
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..base.limits import device_taken
+from ..base.limits import device_taken, show_bytes
 from ..base.modes import DISKS
 from ..group.ranks import Ranks, as_one
 from ..plans.planner import Plan
@@ -82,8 +83,14 @@ class Homes:
         names = ranks.gather([self.core.slot_name(unit) if sent or not ranks.apart else b"" for unit in units])
         within = [self.core.reach(unit, b"".join(of)) for unit, of in zip(units, zip(*names))]
         reached = {unit for unit, *found in zip(units, *ranks.gather(within)) if all(found)}
-        for unit in {*units} - reached:
+        for unit in (lost := {*units} - reached):
             self.core.reach(unit, b"")
+        asked, own = self._model.room.asked, [self._model.units[unit] for unit in lost]
+        if lost and asked.fleet.linked and not ranks.apart:      # as the plan had it
+            self._model.room.asked = dataclasses.replace(asked, fleet=dataclasses.replace(asked.fleet, linked=False))
+            kept = sum(r.nbytes for records in own if all(r.was_trainable for r in records) for r in records)
+            warnings.warn(f"GPUs cannot read each other's memory (CUDA IPC), which the plan took for granted: trained "
+                          f"weights of layers on the GPUs stay in host memory, {show_bytes(kept)} more", stacklevel=2)
         return reached
 
     # Files have no names, and go with the process at the latest. sizes: tests' own.

@@ -258,7 +258,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     problem, best, experts = _best(shape_with, limits, wishes, experts)
     if best is None:
         raise refusal(problem, whole, functools.partial(shape_with, experts=experts))
-    problem, best = _delivered(problem, *best, delivery)
+    problem, best = _preferred(problem, *best, delivery)
     return _plan(problem, *best, nvme=disk, disk_room=wishes.nvme or 0, products=products, experts=experts,
                  assumed=not isinstance(model, nn.Module))
 
@@ -302,9 +302,9 @@ def _limits(machine: Machine | str | None, vram: int | str | None, host: int | s
     return whole, whole.with_limits(parse_bytes(vram, "vram"), most)
 
 
-def _delivered(problem: Problem, choice: Choice, timing: Timing, asked: str | None
+def _preferred(problem: Problem, choice: Choice, timing: Timing, asked: str | None
                ) -> tuple[Problem, tuple[Choice, Timing]]:
-    """In shards, unless that is asked, and in more micro-batches only where either is faster by WORTH."""
+    """In shards, where `asked` leaves that open, and in more micro-batches only where either is faster by WORTH."""
     if asked is None and problem.wishes.fleet.gpus > 1 and not problem.exchange.on_link:
         other = Problem(problem.shape, problem.machine, dataclasses.replace(problem.wishes, delivery="shards"))
         if faster := other.time(choice, timing.seconds / WORTH):

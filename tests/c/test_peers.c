@@ -1521,6 +1521,37 @@ TEST(frozen_weights_of_devices_take_no_memory_on_the_host)
     run_all(PLAN(.ranks = 2, .settled = 7, .dawdle_us = UNDER_TSAN ? 100 : 500), read_frozen);
 }
 
+/* Each rank has a save read the unit's weights, and what that brought goes. */
+static void save_one(runner *r, int unit)
+{
+    CHECK_OK(mt_ledger_wait_updates(r->cx.store, unit));
+    CHECK_OK(mt_ledger_save_begin(r->cx.store, unit));
+    CHECK_OK(mt_mirror_peek(r->cx.store, unit, 1u << MT_PLANE_HI));
+    mt_ledger_save_end(r->cx.store, unit);
+    CHECK_OK(mt_ledger_wait_saved(r->cx.store, unit));
+    (void)mt_mirror_release_apart(r->cx.store, unit);    /* the first one does */
+}
+
+/* The unit's weights on the host are those that one process had after so many steps. */
+static void check_weights(runner *r, int unit, int step)
+{
+    void *hi = NULL;
+
+    REQUIRE_OK(mt_store_hi(r->cx.store, unit, &hi));
+    if (r->want != NULL && !has_weights(r, unit, hi, r->want->hi[step][unit]))
+        CHECK_EQ(unit, -1 - step);
+}
+
+/* All units come back to the host, with the weights of one process after so many steps. */
+static void end_with(runner *r, int step)
+{
+    meet(r);
+    unsettle_all(r);
+    for (int u = 0; u < UNITS; u++)
+        check_weights(r, u, step);
+    meet(r);
+}
+
 /* It is trained from now on, and read by who did not know it. */
 static void *thaw(void *arg)
 {
@@ -1536,12 +1567,7 @@ static void *thaw(void *arg)
     one_step(r);
     meet(r);
     for (int u = 0; u < UNITS; u++) {        /* nor does a save take them, behind another update */
-        CHECK_OK(mt_ledger_wait_updates(r->cx.store, u));
-        CHECK_OK(mt_ledger_save_begin(r->cx.store, u));
-        CHECK_OK(mt_mirror_peek(r->cx.store, u, 1u << MT_PLANE_HI));
-        mt_ledger_save_end(r->cx.store, u);
-        CHECK_OK(mt_ledger_wait_saved(r->cx.store, u));
-        (void)mt_mirror_release_apart(r->cx.store, u);
+        save_one(r, u);
         meet(r);
         CHECK(is_right(r, u));
     }
@@ -1561,14 +1587,13 @@ TEST(frozen_weights_that_are_read_and_written_stay)
 
 /* ---- trained weights that go from device to device ----------------------------------------- */
 
-/* The unit's weights on the host are those that one process had after so many steps. */
-static void check_weights(runner *r, int unit, int step)
+/* Of all units, on this rank. */
+static void begin_saves(runner *r)
 {
-    void *hi = NULL;
-
-    REQUIRE_OK(mt_store_hi(r->cx.store, unit, &hi));
-    if (r->want != NULL && !has_weights(r, unit, hi, r->want->hi[step][unit]))
-        CHECK_EQ(unit, -1 - step);
+    for (int u = 0; u < UNITS; u++) {
+        CHECK_OK(mt_ledger_wait_updates(r->cx.store, u));
+        CHECK_OK(mt_ledger_save_begin(r->cx.store, u));
+    }
 }
 
 /* All ranks' save of all units, each in an order of its own; next: a step is submitted meanwhile,
@@ -1577,10 +1602,7 @@ static void save_weights(runner *r, int steps, unit_job *next)
 {
     uint64_t ticket;
 
-    for (int u = 0; u < UNITS; u++) {
-        CHECK_OK(mt_ledger_wait_updates(r->cx.store, u));
-        CHECK_OK(mt_ledger_save_begin(r->cx.store, u));
-    }
+    begin_saves(r);
     for (int u = 0; next != NULL && u < UNITS; u++)
         hand_over(r, u, 0);
     if (next != NULL)
@@ -1647,10 +1669,7 @@ static void *read_trained(void *arg)
         fetch(r, u);
     r->step = 3;
     check_fetched(r);
-    unsettle_all(r);
-    for (int u = 0; u < UNITS; u++)
-        check_weights(r, u, 3);
-    meet(r);
+    end_with(r, 3);
     return NULL;
 }
 
@@ -1705,11 +1724,7 @@ static void *freeze_some(void *arg)
     take_all(r);
     for (int u = 0; u < UNITS; u++)
         check_read(r, (u + r->rank) % UNITS, 1);
-    meet(r);
-    unsettle_all(r);
-    for (int u = 0; u < UNITS; u++)
-        check_weights(r, u, 1);
-    meet(r);
+    end_with(r, 1);
     return NULL;
 }
 
@@ -1741,11 +1756,7 @@ static void *thaw_some(void *arg)
     for (int u = 0; u < UNITS; u++)
         check_read(r, (u + r->rank) % UNITS, 2);
     save_weights(r, 2, NULL);
-    meet(r);
-    unsettle_all(r);
-    for (int u = 0; u < UNITS; u++)
-        check_weights(r, u, 2);
-    meet(r);
+    end_with(r, 2);
     return NULL;
 }
 
@@ -1797,10 +1808,7 @@ static void *rise_late(void *arg)
     take_all(r);
     one_step(r);
     meet(r);
-    for (int u = 0; u < UNITS; u++) {
-        CHECK_OK(mt_ledger_wait_updates(r->cx.store, u));
-        CHECK_OK(mt_ledger_save_begin(r->cx.store, u));
-    }
+    begin_saves(r);
     meet(r);
     r->step = 1;
     for (int u = 0; u < UNITS; u++)
@@ -1905,11 +1913,7 @@ static void *claim_and_interrupt(void *arg)
         mt_mirror_leave(r->cx.store, 0);
     }
     meet(r);
-    CHECK_OK(mt_ledger_save_begin(r->cx.store, 0));
-    CHECK_OK(mt_mirror_peek(r->cx.store, 0, 1u << MT_PLANE_HI));
-    mt_ledger_save_end(r->cx.store, 0);
-    CHECK_OK(mt_ledger_wait_saved(r->cx.store, 0));
-    (void)mt_mirror_release_apart(r->cx.store, 0);
+    save_one(r, 0);
     meet(r);
     CHECK(is_right(r, 0));
     meet(r);
@@ -2030,29 +2034,6 @@ TEST(weights_of_devices_are_alike_in_any_order_of_all_that_is_done)
                      .dawdle_us = (int[]){ 0, 100, 1000 }[k % 3]), in_any_order);
     }
     full = 0;
-}
-
-/* The others' weights are on their way up when it is brought. */
-static void *read_behind_steps(void *arg)
-{
-    runner *r = arg;
-
-    take_all(r);
-    for (int k = 0; k < 60; k++) {
-        one_step(r);
-        for (int u = 0; u < UNITS; u++) {
-            CHECK_OK(mt_mirror_read(r->cx.store, u, FROZEN));
-            CHECK(is_right(r, u));
-        }
-        take_all(r);
-    }
-    return NULL;
-}
-
-TEST(frozen_weights_are_read_while_others_come)
-{
-    run_all(PLAN(.ranks = 3, .settled = 7, .apart = 1), read_behind_steps);
-    run_all(PLAN(.ranks = 2, .settled = 7), read_behind_steps);
 }
 
 /* Of what a save brought memory goes when others are written already: it is not fetched. */

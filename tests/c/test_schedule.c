@@ -1,5 +1,6 @@
 /* test_schedule.c — schedules as text, and the rules of schedule.h on random traces. */
 #include "check.h"
+#include "numbers.h"
 
 #include "../../csrc/core/schedule.h"
 
@@ -152,10 +153,7 @@ static uint64_t rng_state;
 
 static int below(int n)
 {
-    rng_state ^= rng_state << 13;
-    rng_state ^= rng_state >> 7;
-    rng_state ^= rng_state << 17;
-    return (int)(rng_state % (uint64_t)n);
+    return (int)random_below(&rng_state, n);
 }
 
 /* Half of the marks repeat or step beside the one before, as real steps do. */

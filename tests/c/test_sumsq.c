@@ -11,20 +11,15 @@ static const mt_dtype types[] = { MT_F32, MT_BF16, MT_F16, MT_F64 };
 
 static double wide(const void *x, mt_dtype dt, int64_t i)
 {
-    return dt == MT_F32  ? (double)((const float *)x)[i]
-         : dt == MT_BF16 ? (double)mt_bf16_to_f32(((const uint16_t *)x)[i])
-         : dt == MT_F16  ? (double)mt_f16_to_f32(((const uint16_t *)x)[i])
-                         : ((const double *)x)[i];
+    return dt == MT_F64 ? ((const double *)x)[i] : (double)get(x, dt, i);
 }
 
 static void set_wide(void *x, mt_dtype dt, int64_t i, double d)
 {
     if (dt == MT_F64)
         ((double *)x)[i] = d;
-    else if (dt == MT_F32)
-        ((float *)x)[i] = (float)d;
     else
-        ((uint16_t *)x)[i] = dt == MT_BF16 ? mt_f32_to_bf16((float)d) : mt_f32_to_f16((float)d);
+        set(x, dt, i, (float)d);
 }
 
 /* Magnitudes over 12 powers of two, so that the order of addition shows in the last bits. */
@@ -290,16 +285,14 @@ TEST(rounded_sums_go_to_even)
 /* Every type and length through a device's queue, twice as many puts as need to be waited for. */
 static void check_queue(mt_dev *dev)
 {
-    mt_sumsq *s;
-    mt_queue *q;
-    void     *x[TYPES * LENGTHS], *there[TYPES * LENGTHS];
+    void  *x[TYPES * LENGTHS], *there[TYPES * LENGTHS];
     FREED double *out = calloc(TYPES * LENGTHS, sizeof *out);
-    size_t    out_bytes = TYPES * LENGTHS * sizeof *out;
+    size_t out_bytes = TYPES * LENGTHS * sizeof *out;
 
     REQUIRE(out != NULL);
     REQUIRE_OK(dev->ops->host_register(dev, out, out_bytes));
-    REQUIRE_OK(dev->ops->queue_open(dev, "sums", &q));
-    REQUIRE_OK(mt_sumsq_open(dev, &s));
+    OPENED(mt_queue, q, dev->ops->queue_open(dev, "sums", &q));
+    OPENED(mt_sumsq, s, mt_sumsq_open(dev, &s));
     for (int k = 0; k < TYPES * LENGTHS; k++) {
         int64_t n     = lengths[k % LENGTHS];
         size_t  bytes = (size_t)n * mt_dtype_bytes(types[k / LENGTHS]);
@@ -317,8 +310,6 @@ static void check_queue(mt_dev *dev)
         dev->ops->mem_free(dev, there[k]);
         free(x[k]);
     }
-    mt_sumsq_close(s);
-    dev->ops->queue_close(q);
     dev->ops->host_unregister(dev, out);
 }
 
