@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import time
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +41,7 @@ from .ring import Delivery, Ring
 if TYPE_CHECKING:
     from .planning import Planning
 
+AHEAD = 1 << 28         # elements: states of fewer are made by the first step
 MORE = "\n\nmegatrain_torch: "
 
 # Weak on both sides: a runtime knows its modules, so a strong value would keep its own key alive. What
@@ -59,6 +62,12 @@ def find_runtime(module: nn.Module) -> Runtime | None:
     return ref() if ref is not None else None
 
 
+def _make(core: _core.Engine, planes: deque[tuple[int, int, int]]) -> None:
+    with contextlib.suppress(IndexError, MegatrainError, MemoryError):
+        while True:
+            core.plane(*planes.popleft())
+
+
 class Runtime:
     def __init__(self, root: nn.Module, device: torch.device, core: _core.Engine, room: Room, compute: str,
                  ranks: Ranks | None = None, reduce: str = "mean", products: str = "bf16") -> None:
@@ -71,6 +80,9 @@ class Runtime:
         self.unit_names: list[str] = []
         self.wholes: list[list[Whole]] = []                  # by unit: weights of codes
         self.all_windows: list[weakref.ref[Window]] = []     # modules have them, and they have this
+        self.served = False                                  # by an mt.AdamW, whose states are not begun
+        self._ahead: deque[tuple[int, int, int]] = deque()   # planes that `_maker` is still to make
+        self._maker: threading.Thread | None = None
         self.states, self.states_chosen = "fp32", False      # format of AdamW's, and whether somebody chose it
         self.saving: Any = None                              # a checkpoint that is written while the model trains on
         self.saved_files: dict[bytes, Any] = {}              # of the last checkpoint, which the next may have again
@@ -114,6 +126,7 @@ class Runtime:
     def close(self) -> None:
         """Gives everything back."""
         try:
+            self.make_no_more()
             self.cap.close()
             if self.exchange is not None:
                 self.exchange.close()
@@ -139,6 +152,26 @@ class Runtime:
         self.core.drain()
         self.handover.alive.clear()          # compute has waited for every copy
         self.homes.arrivals.leave()
+
+    def _make_states(self) -> None:
+        """AdamW's moments are made on a thread, as far as that goes, where the first step would wait long for their
+        pages. A moment that is not there by then is made by that step, which tells what is wrong."""
+        trained = [r for r in self.records if r.trainable and r.numel]
+        movable = self.planning is not None and self.planning.choices.disk is not None   # they may go to a file yet
+        if movable or sum(r.numel for r in trained) < AHEAD:
+            return
+        with contextlib.suppress(MegatrainError):
+            self.room.states(self.core, together=False)
+            self.states_chosen = True
+            self._ahead.extend((r.unit, r.index, _core.PLANES[plane]) for r in trained for plane in r.moments)
+            self._maker = threading.Thread(target=_make, args=(self.core, self._ahead), name="mt-states")
+            self._maker.start()
+
+    def make_no_more(self) -> None:
+        """Waits for the plane that `_make_states` is at."""
+        self._ahead.clear()
+        if self._maker is not None:
+            self._maker.join()
 
     def choose_states(self, asked: str) -> None:
         """From before there are any. Raises: they are kept in another way already."""
@@ -220,8 +253,12 @@ class Runtime:
         for r in self.records:
             r.uses = 0
         self.forget_reads()
-        if self.planning is not None and torch.is_grad_enabled():
-            self.planning.pass_begins(args, kwargs)
+        if torch.is_grad_enabled():
+            if self.planning is not None:
+                self.planning.pass_begins(args, kwargs)
+            if self.served and (self.planning is None or not self.planning.pending):
+                self.served = False
+                self._make_states()
         self.trace.pass_begins()
         self.delivery.look()
         self.core.begin(self.delivery.shards and torch.is_grad_enabled())

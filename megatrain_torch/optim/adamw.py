@@ -180,6 +180,7 @@ class AdamW(torch.optim.Optimizer):
             if rt is not self._served:
                 if rt.planning is not None:
                     rt.planning.adam = True
+                rt.served = True
                 if rt.planning is None or not rt.planning.pending:       # else the plan to come asks
                     rt.room.states(rt.core)
             self._served = rt

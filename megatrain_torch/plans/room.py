@@ -162,9 +162,9 @@ class Room:
         forms = [(name, [(n, _form(p, weakref.ref(p))) for n, p in own]) for name, own in self.asked.groups]
         self.asked = dataclasses.replace(self.asked, groups=forms)
 
-    def states(self, core: _core.Engine) -> None:
+    def states(self, core: _core.Engine, together: bool = True) -> None:
         """Asks for AdamW's states and the gradients, before they are made."""
-        self._check(core, self.asked, "for gradients and AdamW's states")
+        self._check(core, self.asked, "for gradients and AdamW's states", together=together)
         self.begun = True
 
     def gradients(self, core: _core.Engine) -> None:
