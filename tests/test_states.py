@@ -7,6 +7,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import io
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from zoo import update
 import megatrain_torch as mt
 from megatrain_torch import _core
 from megatrain_torch.base.modes import FORMATS, LOW_BYTES, moment_bytes
+from megatrain_torch.model import runtime
 from megatrain_torch.plans.machine import MACHINES
 from megatrain_torch.plans.shapes import unit_bytes
 from megatrain_torch.store.arrivals import Arrivals
@@ -513,3 +516,43 @@ def test_limits_count_states_in_both_places() -> None:
     assert needs["arrive", "vram"] == needs["vram", "vram"]
     mt.stream(plain_dots(torch.bfloat16), device="cpu", host=needs["arrive", "host"], plan={"homes": "arrive"})
     mt.stream(plain_dots(torch.bfloat16), device="cpu", host=1, plan={"homes": "vram"})        # nothing of it is there
+
+
+@pytest.mark.parametrize("homes, states", [("ram", "fp32"), ("ram", "8bit"), ("vram", "fp32"), ("disk", "fp32")])
+def test_moments_are_made_while_the_first_pass_is_computed(homes: str, states: str, tmp_path: Path,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = kept(*layers(tmp_path, homes, states))
+    monkeypatch.setattr(runtime, "AHEAD", 1)
+    model, opt = layers(tmp_path, homes, states, steps=0)
+    rt = runtime.runtime_of(model)
+    with torch.no_grad():
+        model(torch.zeros(1, 24, dtype=BF16))
+    assert rt._maker is None                     # nothing is trained by that
+    model(torch.zeros(1, 24, dtype=BF16))
+    rt._maker.join()
+    assert (rt.core.host_bytes(_core.PLANES["M"]) > 0) == (homes == "ram") and not opt.state
+    for number in range(2):
+        step_layers(model, opt, number)
+    assert all(map(torch.equal, kept(model, opt), expected))
+
+
+def test_no_moment_is_made_without_an_optimizer_or_behind_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "AHEAD", 1)
+    made, begun = [], threading.Event()
+
+    def slowly(core: Any, planes: Any) -> None:
+        begun.set()
+        while planes:
+            made.append(core.plane(*planes.popleft()))
+            time.sleep(0.01)
+
+    monkeypatch.setattr(runtime, "_make", slowly)
+    model = mt.stream(nn.Sequential(*(nn.Linear(8, 8) for _ in range(50))), "cpu")
+    x, rt = torch.randn(2, 8), runtime.runtime_of(model)
+    model(x).sum().backward()
+    assert rt._maker is None and rt.core.host_bytes(_core.PLANES["M"]) == 0
+    mt.AdamW(model.parameters())
+    model(x)
+    assert begun.wait(60)
+    mt.unstream(model)
+    assert not rt._maker.is_alive() and len(made) < 200

@@ -170,7 +170,7 @@ class Runtime:
     def make_no_more(self) -> None:
         """Waits for the plane that `_make_states` is at."""
         self._ahead.clear()
-        if self._maker is not None:
+        if self._maker not in (None, threading.current_thread()):        # which may collect what has no owner
             self._maker.join()
 
     def choose_states(self, asked: str) -> None:

@@ -160,7 +160,13 @@ def _stream(ranks: Ranks | None, module: nn.Module, device: str | torch.device |
     try:
         with as_one(ranks):
             declare(rt, wanted, choices)
+        # Templates are proved by torch's tracer, which takes a second to import: weights are copied meanwhile.
+        tracer = threading.Thread(target=importlib.import_module, args=("torch._dynamo.backends.debugging",))
+        if rt.is_cuda and choices.compute != "eager":
+            tracer.start()
         fill(rt, groups, origins, masters)       # from here on the model changes; nothing is checked any more
+        if tracer.ident is not None:
+            tracer.join()
         with torch._C.DisableTorchFunctionSubclass():        # nothing is under way that a parameter waits for
             room.let_go()
             install(rt, module, found, choices.activations)
