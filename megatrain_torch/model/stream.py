@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,17 @@ def stream_of(ranks: Ranks | None, module: nn.Module, device: str | torch.device
         raise
 
 
+@contextlib.contextmanager
+def _tracer_comes(rt: Runtime) -> Iterator[None]:
+    """Templates are proved by torch's tracer, which takes a second to import: weights are copied meanwhile."""
+    thread = threading.Thread(target=importlib.import_module, args=("torch._dynamo.backends.debugging",))
+    if comes := rt.is_cuda and rt.compute != "eager":
+        thread.start()
+    yield
+    if comes:
+        thread.join()
+
+
 def _stream(ranks: Ranks | None, module: nn.Module, device: str | torch.device | None, masters: bool, reduce: str,
             asked: dict[str, Any]) -> None:
     with as_one(ranks):
@@ -160,13 +171,8 @@ def _stream(ranks: Ranks | None, module: nn.Module, device: str | torch.device |
     try:
         with as_one(ranks):
             declare(rt, wanted, choices)
-        # Templates are proved by torch's tracer, which takes a second to import: weights are copied meanwhile.
-        tracer = threading.Thread(target=importlib.import_module, args=("torch._dynamo.backends.debugging",))
-        if rt.is_cuda and choices.compute != "eager":
-            tracer.start()
-        fill(rt, groups, origins, masters)       # from here on the model changes; nothing is checked any more
-        if tracer.ident is not None:
-            tracer.join()
+        with _tracer_comes(rt):                  # from here on the model changes; nothing is checked any more
+            fill(rt, groups, origins, masters)
         with torch._C.DisableTorchFunctionSubclass():        # nothing is under way that a parameter waits for
             room.let_go()
             install(rt, module, found, choices.activations)
