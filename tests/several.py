@@ -160,7 +160,7 @@ def pieces(rank: int, group: Any, device: str = "cpu", many: int = 2) -> list[bo
         sends = between.Pieces(where)
         for t in given[rank]:
             sends.send(t, [ways[rank]])
-        sends.land()
+        sends.leave(0)
 
     thread = threading.Thread(target=send)
     thread.start()
@@ -168,7 +168,7 @@ def pieces(rank: int, group: Any, device: str = "cpu", many: int = 2) -> list[bo
     for n, t in enumerate(found):
         hears.receive(t, ways[1 - rank])
         hears.behind(lambda n=n: come.append((n, torch.equal(found[n], given[1 - rank][n]))))
-    hears.land()
+    hears.leave(0)
     thread.join()
     assert [n for n, _ in come] == list(range(len(found)))
     return [whole for _, whole in come]
@@ -260,7 +260,7 @@ def early(rank: int, group: Any) -> list[int]:
     case, model, opt = _made(Job("wide", plan=(("homes", {"model.embed_tokens": "arrive"}),)), group, 0)
     rt, found = runtime_of(model), []
     finish = rt.exchange._finish
-    rt.exchange._finish = lambda: (found.append(len(rt.homes.arrivals.pieces)), finish())
+    rt.exchange._finish = lambda: (found.append(len(rt.homes.arrivals.pieces)), finish())[1]
     for number in range(3):
         _loss(Job("wide"), case, model, number + rank).backward()
         opt.step()

@@ -73,7 +73,7 @@ def test_a_model_trains_as_plain_torch_with_its_masks(family: str, keep: str, ba
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     own: list[Tensor] = []
     for kind in masks.KINDS:
-        theirs = getattr(AttentionMaskInterface()[kind], "mt_own", AttentionMaskInterface()[kind])
+        theirs = getattr(AttentionMaskInterface()[kind], "__wrapped__", AttentionMaskInterface()[kind])
         monkeypatch.setitem(AttentionMaskInterface._global_mapping, kind, functools.partial(count, own, theirs))
         masks._patch(AttentionMaskInterface, kind)
     right = fusing.plain(FAMILIES[family], batch)

@@ -328,9 +328,9 @@ def test_whoever_sends_goes_on_behind_what_did_not_go() -> None:
     for said in ("refused", "Connection closed"):
         with pytest.raises(RuntimeError, match=said):
             pieces.send(torch.zeros(8, dtype=torch.uint8), [group])
-            pieces.land()
+            pieces.leave(0)
     pieces.send(torch.zeros(8, dtype=torch.uint8), [group])
-    pieces.land()
+    pieces.leave(0)
 
 
 def test_bytes_that_did_not_come_are_never_told_of() -> None:
@@ -340,13 +340,13 @@ def test_bytes_that_did_not_come_are_never_told_of() -> None:
     pieces.behind(lambda: told.append(1))
     pieces._stream, pieces._entered = object(), nullcontext              # as on CUDA: who looks does not wait
     with pytest.raises(RuntimeError, match="Connection closed"):
-        pieces.land()
+        pieces.leave(0)
     given_up = Event()
     pieces = between.Pieces(torch.device("cpu"), Event(), given_up)
     pieces.behind(lambda: told.append(2))
     given_up.set()
     with pytest.raises(RuntimeError, match="nothing more"):
-        pieces.land()
+        pieces.leave(0)
     assert not told
 
 

@@ -71,7 +71,7 @@ def modes(m: nn.Module) -> set[str]:
 def frames(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of layers that ran their own code, how: all kept, or to run again."""
     found: list[str] = []
-    for name in ("ReplayFrame", "SavedFrame", "HostFrame"):
+    for name in ("ReplayFrame", "SavedFrame"):
         kind = getattr(window, name)
 
         def made(at: Any, *args: Any, kind: Any = kind) -> Any:

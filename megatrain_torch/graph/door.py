@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from .window import Window
 
 _ENGINE = _engine_run_backward.__code__
-_NO_TURN = nullcontext()
 PATIENCE_S = 60.0                            # a thread's, for another one to leave
 
 
@@ -47,7 +46,7 @@ class Door:
         """A forward begins, or a part of one, in a backward where task is not -1. True: it has to `leave`. Raises:
         another thread is in the model, and was for PATIENCE_S."""
         inside = task != -1 or (self._depth and self.thread == threading.get_ident())
-        with _NO_TURN if inside else self._turn:     # who waits holds it, and comes before who comes again and again
+        with nullcontext() if inside else self._turn:    # who waits holds it, and comes before who comes once more
             end = 0.0
             while not isinstance(found := self._try(task), bool):
                 end = end or time.monotonic() + PATIENCE_S
@@ -92,12 +91,9 @@ class Door:
 
     def task_begins(self, task: int) -> None:
         """A backward asks for its first weight, or hands over. Raises: another thread is in the model."""
-        if not self.enter(task):
-            self.tasks[task] = threading.get_ident()
-            return
-        self.leave()
-        if self.tasks:
-            found = _in_engine()
+        if self.enter(task):
+            self.leave()
+            found = _in_engine() if self.tasks else []
             busy = [t for t in self.tasks.values() if t in found]
             if busy or (self._own_threads and len(found) > 1):
                 self._refuse("runs its backward", (busy or found)[0], "backward")
@@ -166,10 +162,9 @@ class Installed:
         return self._call(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        module = copy.deepcopy(self.__self__, memo)
         if self._own is not None:
             return copy.deepcopy(self._own, memo)
-        return types.MethodType(getattr(type(module), self.__name__), module)
+        return getattr(copy.deepcopy(self.__self__, memo), self.__name__)
 
     def __reduce__(self) -> Any:
         return getattr, (self.__self__, self.__name__)

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -258,8 +258,8 @@ class Exchange:
         for record, grad in self._routes:
             self._hold(record, self._home.conform(record, grad.detach().to(self._model.device)))
         self._routes.clear()
-        if self.began:
-            self._finish()
+        if self.began and (why := self._finish()):
+            raise MegatrainError(why)
 
     def sweep(self) -> None:
         """Nothing is under way, unless a backward raised: then the others hear of it."""
@@ -267,8 +267,7 @@ class Exchange:
             gradient.stand(record, stood)
         if self.began:
             self._error = "its backward was broken off"
-            with suppress(_Told):
-                self._finish()
+            self._finish()
         self._forget()
 
     def _forget(self) -> None:
@@ -277,8 +276,9 @@ class Exchange:
         self._entire = {}
         self.began, self._turn, self.begun, self._error = False, -1, 0, ""
 
-    def _finish(self) -> None:
-        """What was not sent goes, and what came is told, until no rank has more."""
+    def _finish(self) -> str:
+        """What was not sent goes, what came is told, until no rank has more. Why it failed, here or on another rank;
+        "": it did not."""
         more = True
         try:
             while more:
@@ -300,11 +300,8 @@ class Exchange:
                     self._ask_for_sums()
                 self._came.clear()
                 self._turn = len(self._model.units) - 1
-            if failed:
-                texts = self._ranks.gather(self._error)
-                if self._error:
-                    raise _Told(self._error)
-                raise MegatrainError(next(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text))
+            texts = self._ranks.gather(self._error) if failed else []
+            return self._error or next((f"rank {rank}: {text}" for rank, text in enumerate(texts) if text), "")
         finally:
             self._forget()
 
@@ -407,7 +404,3 @@ class Exchange:
                 self._came.setdefault(sent.unit, set()).add(r)
             if items:
                 self._home.put(sent.unit, items, sources, self._stream() or None)
-
-
-class _Told(MegatrainError):
-    """What this rank has told the others."""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from ..base.errors import MegatrainError
@@ -54,8 +55,6 @@ def check_versions(window: Window, versions: list[int]) -> None:
 
 class Weight:
     """A saved tensor that lies in a slot, or in a weight made of codes: which version, and which part of it."""
-
-    __slots__ = ("runtime", "place", "unit", "version", "dtype", "size", "stride", "offset")
 
     def __init__(self, runtime: Runtime, place: int | Whole | Piece, offset: int, t: Tensor) -> None:
         """place: the number of the unit, or of a cut of it; or the weight of codes. offset: bytes from the start of a
@@ -131,13 +130,24 @@ def refuse_create_graph() -> None:
 
 
 class SavedFrame:
-    """Hooks of a window that keeps its activations."""
+    """Hooks of a window that keeps its activations: there, or by its mode in host memory or a file. What came from
+    outside without a gradient (angles, masks) is other windows' too, and stays where it is."""
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: Window, args: Any = (), kwargs: Any = None, mode: Mode | None = None) -> None:
         self.window = window
+        self.bundle: Bundle | None = None
+        if mode is not None and mode.host:
+            self.bundle = Bundle(window.runtime.swap, window, mode.disk)
+            fork = Fork()
+            fork.call(args, kwargs)
+            self.shared = {storage_of(t) for t, _ in fork.watched} - {storage_of(t) for t in fork.with_grad}
+            self.shared |= {storage_of(b) for m in window.modules for b in m._buffers.values() if b is not None}
 
     def pack(self, t: Tensor) -> Any:
-        return packed(self.window, t)
+        handle, bundle = packed(self.window, t), self.bundle
+        if bundle is None or type(handle) is Weight or not bundle.swap.may(t) or storage_of(t) in self.shared:
+            return handle
+        return bundle.add(t)
 
     @staticmethod
     def unpack(handle: Any) -> Tensor:
@@ -145,28 +155,8 @@ class SavedFrame:
         return restored(handle)
 
     def forward_ended(self, out: Any, mode: Mode) -> None:
-        """Nothing is left to do."""
-
-
-class HostFrame(SavedFrame):
-    """The same with the tensors in host memory or a file. What came from outside without a gradient (angles, masks) is
-    other windows' too, and stays where it is."""
-
-    def __init__(self, window: Window, args: Any, kwargs: Any, mode: Mode) -> None:
-        super().__init__(window)
-        self.bundle = Bundle(window.runtime.swap, window, mode.disk)
-        fork = Fork()
-        fork.call(args, kwargs)
-        self.shared = {storage_of(t) for t, _ in fork.watched} - {storage_of(t) for t in fork.with_grad}
-        self.shared |= {storage_of(b) for m in window.modules for b in m._buffers.values() if b is not None}
-
-    def pack(self, t: Tensor) -> Any:
-        handle = super().pack(t)
-        kept = type(handle) is Weight or not self.bundle.swap.may(t) or storage_of(t) in self.shared
-        return handle if kept else self.bundle.add(t)
-
-    def forward_ended(self, out: Any, mode: Mode) -> None:
-        self.bundle.leave()
+        if self.bundle is not None:
+            self.bundle.leave()
 
 
 class _StopReplay(BaseException):
@@ -240,11 +230,8 @@ class ReplayFrame:
                 inner, reading = self.window.inner, self.reading
                 known = reading is not None and not reading.holds_tensors and reading.holds(
                     scope_of(inner, args, kwargs))
-                _push(self._collector(stops=known), SavedFrame.unpack)
-                try:
+                with saved_tensors_hooks(self._collector(stops=known), SavedFrame.unpack):
                     out = inner(*args, **kwargs)
-                finally:
-                    _pop()
                 bits = [] if known else _bits(out)
                 if not known and not (len(bits) == len(self.bits) and all(map(torch.equal, bits, self.bits))):
                     raise self._other("gave another output")
@@ -365,7 +352,7 @@ def _bits(out: Any) -> list[Tensor]:
             t = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
             if t.is_floating_point():
                 t = t.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.itemsize])
-            found.append(t.sum(dtype=torch.int64) if t.dim() == 0 else t.sum(-1, dtype=torch.int64))
+            found.append(t.sum(-1, dtype=torch.int64))
     return found
 
 
@@ -436,8 +423,7 @@ class Fork:
         self.watched.append((t.detach() if t.requires_grad else t, t._version))
         out = self.watched[-1][0]
         if self.clone and t.is_floating_point():
-            with torch.no_grad():
-                out = out.clone()
+            out = out.clone()
         if not t.requires_grad:
             return out
         self.with_grad.append(t)

@@ -160,7 +160,6 @@ def _patch(interface: Any, kind: str) -> Callable[[], None]:
         if interface()[kind] is mask:
             interface.register(kind, own)
 
-    mask.mt_own = own
     interface.register(kind, mask)
     return undo
 

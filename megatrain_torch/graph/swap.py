@@ -44,8 +44,6 @@ GIVEN_UP = 2                 # windows behind its own that a bundle's sources st
 class Part:
     """A tensor of a bundle."""
 
-    __slots__ = ("bundle", "number", "_runtime")
-
     def __init__(self, bundle: Bundle, number: int) -> None:
         self.bundle, self.number = bundle, number
         self._runtime = bundle.swap.runtime.itself()         # for as long as the graph is there
@@ -72,8 +70,7 @@ class Bundle:
         self.input = -1                      # the number of the window's input, if it is among them
         self.number = 0                      # the engine's; 0: has not left
         self.met = False                     # asked for
-        self.coming = False                  # on its way back, and no stream has waited for it
-        self.stream = 0                      # whose allocations the landing memory is
+        self.coming: int | None = None       # on its way back, unawaited; the stream whose allocations that memory is
 
     def add(self, t: Tensor) -> Part:
         """Two parts of one tensor are copied once."""
@@ -123,27 +120,27 @@ class Bundle:
         rt, parts = self.swap.runtime, [(0, nbytes) for *_, nbytes in self.shapes]
         rt.handover.at_end(self)
         self._await()
-        self.stream = rt.stream()
+        stream = rt.stream()
         with torch.no_grad():
             for n in numbers:
                 size, stride, dtype, nbytes = self.shapes[n]
                 self.landed[n] = torch.empty_strided(size, stride, dtype=dtype, device=rt.device)
                 parts[n] = self.landed[n].data_ptr(), nbytes
         try:
-            rt.core.swap_back(self.number, tuple(parts), self.stream)
+            rt.core.swap_back(self.number, tuple(parts), stream)
         except MegatrainError:               # nothing is under way, and nothing has landed
             for n in numbers:
                 del self.landed[n]
             raise
-        self.coming = True
+        self.coming = stream
 
     def _await(self) -> None:
         """The current stream waits for the copies back; so does the one whose allocations the landing memory is, since
         what follows there may be given that memory next."""
-        if self.coming:
-            self.coming = False
-            for stream in {self.stream, self.swap.runtime.stream()}:
-                self.swap.runtime.core.swap_await(self.number, stream)
+        if self.coming is not None:
+            streams, self.coming = {self.coming, self.swap.runtime.stream()}, None
+            for stream in streams:
+                self.core.swap_await(self.number, stream)
 
     def backward_ended(self) -> None:
         """What came back and was not asked for comes again for the next backward that does."""
@@ -153,8 +150,8 @@ class Bundle:
     def __del__(self) -> None:
         core = self.core
         with contextlib.suppress(MegatrainError):        # the engine may be closed: then no copy is under way
-            if self.coming:                              # its landing memory is freed now, in its stream's order
-                core.swap_await(self.number, self.stream)
+            if self.coming is not None:                  # its landing memory is freed now, in its stream's order
+                core.swap_await(self.number, self.coming)
             core.swap_drop(self.number)
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
 from ..base.errors import MegatrainError
@@ -30,7 +31,7 @@ from ..store.state import Bind, DeviceParameter, in_backward, swap_window
 from ..store.whole import Piece, Stacked, Whole
 from . import frames, hf_calls
 from .door import UNTRACED, method_of
-from .frames import HostFrame, ReplayFrame, SavedFrame, _pop, _push, flat_weights
+from .frames import ReplayFrame, SavedFrame, flat_weights
 from .reader import Reader, Reading, Unreadable, modes_on, read, scope_of, stand_in
 from .swap import storage_of
 
@@ -79,7 +80,6 @@ class Window:
         """At the modules there are. The window's own has the window, and so is not kept."""
         self._inside = tuple(self._module().modules())[1:]
         self.hooks = hf_calls.hooks_of(self._inside)
-        self._recurs = any(isinstance(m, nn.RNNBase) for m in self.modules)
 
     @property
     def module(self) -> nn.Module:
@@ -91,7 +91,7 @@ class Window:
 
     @property
     def recurrent(self) -> list[nn.Module]:
-        return [m for m in self.modules if isinstance(m, nn.RNNBase)] if self._recurs else []
+        return [m for m in self.modules if isinstance(m, nn.RNNBase)]
 
     @property
     def inner(self) -> Any:
@@ -237,12 +237,9 @@ class Window:
                                   f"activations: a plan says {str(mode)!r}. A module that leaves itself as it was can "
                                   "be run again", stacklevel=2)
                 self.writes, mode = reading.writes, mode.saved
-        frame: Any
-        if mode.keep != "saved":
-            frame = ReplayFrame(self, args, kwargs, reading)
-        else:
-            frame = HostFrame(self, args, kwargs, mode) if mode.host else SavedFrame(self)
-        bound = self.bind(self.trainable, self.frozen) if self.trainable else self.bind_leaves()
+        frame = SavedFrame(self, args, kwargs, mode) if mode.keep == "saved" else \
+            ReplayFrame(self, args, kwargs, reading)
+        bound = self.bind(self.trainable, self.frozen)
         out = self.run(args, kwargs, bound, frame)
         frame.forward_ended(out, mode)
         return out
@@ -282,18 +279,15 @@ class Window:
         inner = self.inner
         cached_casts = torch.is_autocast_cache_enabled()
         versions = [t._version for t in bound.values()]
-        if frame is not None:
-            _push(frame.pack, frame.unpack)
+        hooks = nullcontext() if frame is None else saved_tensors_hooks(frame.pack, frame.unpack)
         outer = swap_window(bound)
         try:
             torch.set_autocast_cache_enabled(cached_casts and given)     # it would keep casts of weights that move on
-            with flat_weights(self.recurrent) if self._recurs else nullcontext():
+            with hooks, flat_weights(self.recurrent):
                 out = inner(*args, **kwargs)
         finally:
             swap_window(outer)
             self.expanded.clear()
-            if frame is not None:
-                _pop()
             torch.set_autocast_cache_enabled(cached_casts)
         for (r, t), version in zip(bound.items(), versions):
             if t._version != version:                    # the forward changed its weights in place

@@ -88,7 +88,7 @@ class Between:
         for machine in list(self._hearers):
             self._end(machine)
         with suppress(RuntimeError):
-            pieces.land()
+            pieces.leave(0)
         for hearer in self._out:
             give_back(self._ways, (self._rank, hearer))
 
@@ -168,7 +168,7 @@ class Between:
                         pieces.nap()
                     pieces.receive(self._tensor(place), way)
                 pieces.behind(lambda parcel=parcel: self._has_come(rank, parcel))
-            pieces.land()
+            pieces.leave(0)
         except RuntimeError:
             if not (self._given_up.is_set() or gone.wait(_GONE_S)):
                 _core.relay_gone(self._relay, rank)      # his process lives, and yet nothing more will come
@@ -236,7 +236,7 @@ class Pieces:
                 for group in groups:
                     works.append(group.send([part], 1, 0))
             if not direct:
-                self.land()
+                self.leave(0)
 
     def receive(self, place: Tensor, group: Any) -> None:
         """Not direct: returns when the bytes have come."""
@@ -248,17 +248,13 @@ class Pieces:
             with self._entered():
                 works.append(group.recv([part], 0, 0))
             if not direct:
-                self.land()
+                self.leave(0)
                 with self._entered():
                     piece.copy_(part)
 
     def behind(self, act: Callable[[], None]) -> None:
         """act is called when all that was put before is over."""
         self._busy.append(([], act))
-
-    def land(self) -> None:
-        """Waits: all is over."""
-        self.leave(0)
 
     def leave(self, most: int) -> None:
         """Waits: no more than so many are on their way."""

@@ -64,8 +64,9 @@ class Control:
         self._name, self._waits = f"{name}/{_made[name]}", Waits(members)
         self._store = dist.PrefixStore(self._name, dist.distributed_c10d._get_default_store())
         self._rank, self._size = among.index(dist.get_rank(beside)), len(members)
-        # Where all come the first time: the group that this is beside.
-        self._first = beside if engine is None and len(members) == beside.size() and _has_gloo(beside) else None
+        # Where all come the first time: the group that this is beside, unless that has NCCL alone.
+        gloo = "cpu:gloo" in dist.get_backend_config(beside)
+        self._first = beside if engine is None and len(members) == beside.size() and gloo else None
         self._group = self.carrier("own")
 
     def carrier(self, name: str) -> dist.ProcessGroup:
@@ -253,14 +254,6 @@ def _tell_late() -> None:
     for number, (due, warn, what) in list(_under_way.items()):
         if time.monotonic() > due and _under_way.pop(number, None):
             warn(what)
-
-
-def _has_gloo(group: dist.ProcessGroup) -> bool:
-    """On the host, where a group of NCCL alone has nothing."""
-    try:
-        return group._get_backend(torch.device("cpu")).name() == "gloo"
-    except RuntimeError:
-        return False
 
 
 def most() -> dist.AllreduceOptions:

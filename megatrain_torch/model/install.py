@@ -40,7 +40,6 @@ from .runtime import find_runtime, runtimes
 if TYPE_CHECKING:
     from .runtime import Runtime
 
-_devices: weakref.WeakKeyDictionary[nn.Module, torch.device] = weakref.WeakKeyDictionary()     # where they compute
 _ARGUMENTS = inspect.signature(DistributedDataParallel.__init__)
 
 
@@ -265,7 +264,6 @@ def _prepare(rt: Runtime, root: nn.Module) -> None:
     stands = any(whole.format.expands for own in rt.wholes for whole in own)     # codes, for 16-bit weights
     for m in root.modules():
         if isinstance(m, base):
-            _devices[m] = rt.device
             _put(m, "resize_token_embeddings", _refuser("resize_token_embeddings() after mt.stream: resize first, then "
                                                        "stream"))
             if stands and any(isinstance(p, Coded) for p in m.parameters()):
@@ -278,8 +276,9 @@ def _report_compute_device(base: Any) -> Callable[[], None]:
     own = base.device
 
     def device(self: Any) -> torch.device:
-        streamed = "_apply" in self.__dict__     # of itself alone: torch.compile guards all that this looks at
-        return _devices[self] if streamed and self in _devices else own.fget(self)
+        # First at itself alone: torch.compile guards all that this looks at.
+        rt = find_runtime(self) if "_apply" in self.__dict__ else None
+        return own.fget(self) if rt is None else rt.device
 
     return patches.replaced(base, "device", property(device, doc=own.__doc__))
 

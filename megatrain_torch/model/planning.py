@@ -315,14 +315,13 @@ class Planning:
     def _first(self, where: Where | None, *batches: Pass) -> Plan:
         """A plan for the first of these batches that fits; or else for the longest pass alone, since several graphs may
         have been alive only because some were not dropped yet. Raises Refused: none fits."""
-        alone = self._seen.alone if self._seen.most != self._seen.alone else None
-        *before, last = batches if alone is None else (*batches, alone)
+        most, alone = self._seen.most, self._seen.alone
+        *before, last = batches if most == alone else (*batches, alone)
         for batch in before:
             if (found := self._may(batch, where)) is not None:
                 return found
         found = self._ask(last, where)
-        if alone is not None:
-            self._seen = dataclasses.replace(self._seen, most=alone)
+        self._seen = dataclasses.replace(self._seen, most=alone)
         return found
 
     def _near(self, *batches: Pass) -> tuple[Plan, bool]:
