@@ -102,8 +102,7 @@ def _usual(root: nn.Module) -> set[int]:
             else:
                 to_see.append(child)
     to_see = [root]
-    while to_see:
-        module = to_see.pop()
+    for module in to_see:
         if id(module) in chosen:
             continue
         kinds = Counter(type(c) for c in module.children() if any(True for _ in c.parameters()))
@@ -111,7 +110,7 @@ def _usual(root: nn.Module) -> set[int]:
         if is_list and module is not root and not any(id(m) in chosen for m in module.modules()):
             chosen.update(id(c) for c in module.children())
         else:
-            to_see.extend(reversed(list(module.children())))
+            to_see.extend(module.children())
     if not chosen and isinstance(root, nn.Sequential):
         layers = [c for c in root if any(True for _ in c.children()) and any(True for _ in c.parameters())]
         chosen.update(id(c) for c in root if len(layers) > 1)
