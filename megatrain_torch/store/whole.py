@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base import patches
-from ..base.codes import Format, Keeps, Strand, format_of
+from ..base.codes import Format, Keeps, Strand, format_of, plain_kind
 from .guard import StreamedParameter, made_kind, values_of
 from .records import Record
 
@@ -31,11 +31,10 @@ if TYPE_CHECKING:
 class Whole:
     """A weight that is codes: records and names of its strands, of which the first stands for the weight."""
 
-    def __init__(self, p: nn.Parameter, m: nn.Module, format: Format, records: list[Record], names: list[str]) -> None:
-        self._param, self._module, self.format = weakref.ref(p), weakref.ref(m), format
-        self.records, self.names = records, names
-        self._own_kind: type | None = None
-        records[0].whole = self
+    def __init__(self, p: nn.Parameter, m: nn.Module, strands: dict[str, Record]) -> None:
+        self._param, self._module, self.format = weakref.ref(p), weakref.ref(m), format_of(p)
+        self.records, self.names = [*strands.values()], [*strands]
+        self.records[0].whole = self
 
     @property
     def param(self) -> nn.Parameter:
@@ -52,7 +51,7 @@ class Whole:
         p = self.param
         self.format.put(p, self._module(), {n: r.param for n, r in zip(self.names, self.records)})
         if not isinstance(p, StreamedParameter):         # made of tensors, and without memory of its own
-            self._own_kind, p.__class__ = type(p), made_kind(type(p))
+            p.__class__ = made_kind(type(p))
             p._mt, p._mt_runtime = self.records[0], self.records[0].runtime
 
     def given_back(self) -> None:
@@ -60,8 +59,8 @@ class Whole:
         p = self.param
         if p is None:
             return
-        if self._own_kind is not None:
-            p.__class__ = self._own_kind
+        if plain_kind(p) is not type(p):     # made of tensors: those with memory are what they were by now
+            p.__class__ = plain_kind(p)
             del p._mt, p._mt_runtime
         self.format.put(p, self._module(), {n: r.param.data for n, r in zip(self.names, self.records)})
 
@@ -74,18 +73,13 @@ class Whole:
 
 def wholes_of(records: list[Record]) -> list[Whole]:
     """Of a unit's records, whose parameters are not streamed yet."""
-    found: dict[int, tuple[nn.Parameter, nn.Module, list[Record], list[str]]] = {}
+    there, found = {id(r.param): r for r in records}, {}
     for r in records:
         if type(r.param) is Strand:
-            p, m, name = r.param.of
-            found.setdefault(id(p), (p, m, [], []))[2].append(r)
-            found[id(p)][3].append(name)
+            p, m, name = r.param.of          # a parameter with memory of its own is the first strand
+            found.setdefault(id(p), (p, m, {"": there[id(p)]} if id(p) in there else {}))[2][name] = r
             del r.param.of                   # which would be held by its own strand
-    for r in records:
-        if id(r.param) in found:             # the parameter itself is the first strand
-            found[id(r.param)][2].insert(0, r)
-            found[id(r.param)][3].insert(0, "")
-    return [Whole(p, m, format_of(p), own, names) for p, m, own, names in found.values()]
+    return [Whole(*of) for of in found.values()]
 
 
 # ---- stacks of experts ---------------------------------------------------------------------------
