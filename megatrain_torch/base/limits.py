@@ -146,32 +146,30 @@ def without_margin(limit: int, share: float = MARGIN_SHARE) -> int:
 
 def host_limits(proc: Path = Path("/proc"), sysfs: Path = Path("/sys")) -> HostLimits:
     """Reads every limit there is. proc, sysfs: where those file systems are; tests bring their own."""
-    memory, status, version = _sizes(proc / "meminfo"), _sizes(proc / "self/status"), _text(proc / "version")
+    memory, status, version = _sizes(proc / "meminfo"), _sizes(proc / "self/status"), text_of(proc / "version")
     total = memory.get("MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     groups, grows = _cgroups(proc, sysfs), _grows(version, sysfs)
     machine = Bound("the machine", total, memory.get("MemAvailable", total), "end other processes, or take a machine "
                     "with more")
     more = grows and min((g.limit for g in groups), default=0) > total       # then the group alone says how much
     bounds = groups if more else [machine, *groups]
-    soft = re.finditer(r"^Max (.+?)\s{2,}(\S+)\s", _text(proc / "self/limits"), re.MULTILINE)
+    soft = re.finditer(r"^Max (.+?)\s{2,}(\S+)\s", text_of(proc / "self/limits"), re.MULTILINE)
     limits = {m[1]: int(m[2]) if m[2].isdigit() else None for m in soft}         # None: no limit
     for name, what, used, flag in (("address space", "RLIMIT_AS", "VmSize", "-v"),
                                    ("data size", "RLIMIT_DATA", "VmData", "-d")):
         if (most := limits.get(name)) is not None:
             bounds.append(Bound(what, most, max(most - status.get(used, 0), 0), f"raise `ulimit {flag}`"))
-    if _text(proc / "sys/vm/overcommit_memory").strip() == "2" and "CommitLimit" in memory:
+    if text_of(proc / "sys/vm/overcommit_memory").strip() == "2" and "CommitLimit" in memory:
         left = max(memory["CommitLimit"] - memory.get("Committed_AS", 0), 0)
         bounds.append(Bound("vm.overcommit_memory=2", memory["CommitLimit"], left, "raise vm.overcommit_ratio"))
-    try:
-        files = len(os.listdir(proc / "self/fd"))
-    except OSError:
-        files = 0
+    files = len([*(proc / "self/fd").glob("*")])
     return HostLimits(tuple(bounds), grows, memory.get("SwapFree", 0), limits.get("locked memory"),
                       "microsoft" in version.lower(), (files, limits.get("open files") or 1024),
                       _core.build_info()["nodes"])
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """What a file has; "": it cannot be read."""
     try:
         return path.read_text()
     except OSError:
@@ -180,7 +178,7 @@ def _text(path: Path) -> str:
 
 def _sizes(path: Path) -> dict[str, int]:
     """"Name:   123 kB" lines, in bytes."""
-    return {m[1]: int(m[2]) << 10 for m in re.finditer(r"^(\w+):\s+(\d+) kB$", _text(path), re.MULTILINE)}
+    return {m[1]: int(m[2]) << 10 for m in re.finditer(r"^(\w+):\s+(\d+) kB$", text_of(path), re.MULTILINE)}
 
 
 def _grows(version: str, sysfs: Path) -> str:
@@ -203,9 +201,9 @@ def _cgroups(proc: Path, sysfs: Path) -> list[Bound]:
         names, current, prefix = (("memory.max", "memory.high"), "memory.current", "") if v2 else \
             (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
         # A group's page cache makes room for us, so it does not count as used.
-        stat = dict(re.findall(r"^(\S+) +(\S+)", _text(folder / "memory.stat"), re.MULTILINE))
+        stat = dict(re.findall(r"^(\S+) +(\S+)", text_of(folder / "memory.stat"), re.MULTILINE))
         cache = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
-        known = {name: int(text) for name in (current, *names) if (text := _text(folder / name).strip()).isdigit()}
+        known = {name: int(text) for name in (current, *names) if (text := text_of(folder / name).strip()).isdigit()}
         used = max(known.get(current, 0) - cache, 0)
         for name in names:
             limit = known.get(name, 1 << 60)
@@ -217,7 +215,7 @@ def _cgroups(proc: Path, sysfs: Path) -> list[Bound]:
 
 def _groups(controller: str, proc: Path, sysfs: Path) -> Iterator[tuple[bool, Path]]:
     """Folders of this process's group and of those around it, and whether they are of cgroups v2."""
-    for line in _text(proc / "self/cgroup").splitlines():
+    for line in text_of(proc / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -233,8 +231,8 @@ def cpus(proc: Path = Path("/proc"), sysfs: Path = Path("/sys")) -> int:
     """Processors that this process may use, by its affinity and its cgroups' quotas; a started one counts."""
     found = [len(os.sched_getaffinity(0))]
     for v2, folder in _groups("cpu", proc, sysfs):
-        texts = _text(folder / "cpu.max").split() if v2 else \
-            [_text(folder / f"cpu.cfs_{what}_us").strip() for what in ("quota", "period")]
+        texts = text_of(folder / "cpu.max").split() if v2 else \
+            [text_of(folder / f"cpu.cfs_{what}_us").strip() for what in ("quota", "period")]
         quota, period = [int(text) if text.isdigit() else 0 for text in texts] if len(texts) == 2 else (0, 0)
         found += [-(-quota // period)] if quota and period else []       # no limit is "max", or -1
     return min(found)

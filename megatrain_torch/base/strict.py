@@ -11,7 +11,7 @@ from typing import Any
 from .errors import MegatrainError
 
 MOST = 2**63 - 1                     # of a size: what 64 bits hold
-DIMS = 64                            # of a tensor
+_DIMS = 64                           # of a tensor
 SHOWN = 60                           # characters of a wrong value that a message has
 _PLAIN = re.compile(r"[^/\\\0]+")
 
@@ -51,7 +51,7 @@ def is_count(value: Any) -> bool:
 
 def is_counts(value: Any) -> bool:
     """A list of whole numbers, not too long."""
-    return isinstance(value, list) and len(value) <= DIMS and all(map(is_count, value))
+    return isinstance(value, list) and len(value) <= _DIMS and all(map(is_count, value))
 
 
 def is_shape(value: Any) -> bool:

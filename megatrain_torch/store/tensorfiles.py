@@ -18,6 +18,7 @@ import os
 import re
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from torch import Tensor
 from .. import _core
 from ..base import strict
 from ..base.errors import MegatrainError
+from ..base.limits import text_of
 from .records import KINDS
 
 # Offset in a file, address, bytes, unit or -1; and, where memory has another order than the file, bytes of an element,
@@ -148,14 +150,7 @@ def listed(path: Path) -> dict[str, Stored]:
 # ---- files that are mapped -----------------------------------------------------------------------
 
 READERS = 12             # threads that fill memory from files
-_HEAD = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) (\S+) (\d+) +(/.*)$")
-
-
-def _of_process(what: str) -> str:
-    try:
-        return Path("/proc/self", what).read_text()
-    except OSError:
-        return ""
+_HEAD = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) (\S+) (\d+) +(/.*)$", re.MULTILINE)
 
 
 def _mappings(smaps: str) -> list[tuple[int, int, int, str]]:
@@ -166,12 +161,10 @@ def _mappings(smaps: str) -> list[tuple[int, int, int, str]]:
         about = _HEAD.match(head)
         if about is None or not {"Anonymous: 0 kB", "Swap: 0 kB"} <= {" ".join(line.split()) for line in lines}:
             continue                         # those pages are the process's own by now
-        try:
-            there = os.stat(about[6])
-        except OSError:
-            continue
-        if (f"{os.major(there.st_dev):02x}:{os.minor(there.st_dev):02x}", str(there.st_ino)) == (about[4], about[5]):
-            found.append((int(about[1], 16), int(about[2], 16), int(about[3], 16), about[6]))
+        with suppress(OSError):
+            s = os.stat(about[6])
+            if (f"{os.major(s.st_dev):02x}:{os.minor(s.st_dev):02x}", str(s.st_ino)) == (about[4], about[5]):
+                found.append((int(about[1], 16), int(about[2], 16), int(about[3], 16), about[6]))
     return found
 
 
@@ -179,13 +172,11 @@ class Mapped:
     """Files mapped now. The kernel is asked for pages only where a tensor lies."""
 
     def __init__(self) -> None:
-        lines = [line.split(maxsplit=5) for line in _of_process("maps").splitlines() if "/" in line]
-        bounds = [line[0].split("-") for line in lines if len(line) == 6]
-        self._files = [(int(begin, 16), int(end, 16)) for begin, end in bounds]
+        self._files = [(int(m[1], 16), int(m[2], 16)) for m in _HEAD.finditer(text_of(Path("/proc/self/maps")))]
 
     @functools.cached_property
     def _maps(self) -> list[tuple[int, int, int, str]]:
-        return _mappings(text) if (text := _of_process("smaps")) else []
+        return _mappings(text) if (text := text_of(Path("/proc/self/smaps"))) else []
 
     def holds(self, address: int) -> bool:
         """Is it a file's?"""
@@ -205,22 +196,21 @@ class Mapped:
 
     def fill(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """Reads values [shape] into memory of the same type and order; returns the pairs it has not."""
-        files: dict[str, list[tuple[Extent, tuple[Tensor, Tensor]]]] = {}
+        files: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
         left = []
         for memory, value in pairs:
             same = memory.dtype == value.dtype and memory.is_contiguous()
             if (found := self.source(value) if same else None) is None:
                 left.append((memory, value))
-                continue
-            extent = found[1], memory.data_ptr(), value.nbytes, -1
-            files.setdefault(found[0], []).append((extent, (memory, value)))
+            else:
+                files.setdefault(found[0], []).append((found[1], memory, value))
         for path, wanted in files.items():
             extents, end = [], 0
-            for extent, pair in sorted(wanted, key=lambda item: item[0]):
-                if extent[0] < end:          # views of the same bytes: these are read once, and the rest is copied
-                    left.append(pair)
-                    continue
-                extents.append(extent)
-                end = extent[0] + extent[2]
+            for at, memory, value in sorted(wanted, key=lambda item: item[0]):
+                if at < end:                 # views of the same bytes: these are read once, and the rest is copied
+                    left.append((memory, value))
+                else:
+                    extents.append((at, memory.data_ptr(), value.nbytes, -1))
+                    end = at + value.nbytes
             _core.read_file((path, os.stat(path).st_size, extents), None, READERS)
         return left
