@@ -6,7 +6,6 @@ checkpoint that is not whole changes nothing.
 """
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -82,11 +81,10 @@ def checkpoint_bytes(model: nn.Module, folder: str | Path, states: str = "fp32")
         states: how mt.AdamW keeps its states.
     """
     records = [p._mt for p in names_of(model)]
-    sizes = [math.prod(r.shape) * r.dtype.itemsize for r in records]
-    shared = sum(n for n, r in zip(sizes, records) if parts.is_still(r))
+    shared = sum(r.nbytes for r in records if parts.is_still(r))
     shared = shared if shared >= parts.LEAST_BYTES and parts.can_link(Path(folder)) else 0
     trained = [p for p in model.parameters() if p.requires_grad]
-    return sum(sizes) - shared + sum(master_bytes(states, p.dtype) * p.numel()
+    return sum(r.nbytes for r in records) - shared + sum(master_bytes(states, p.dtype) * p.numel()
                                      + moment_bytes(states, p.dtype, p.numel()) for p in trained), shared
 
 
@@ -325,13 +323,11 @@ class _Loading:
         stored, ranks = self.source.tensors[name], self.rt.ranks
         extra = self.source.states[f"{name}.{MASTERS[master]}"] if master else None
         low = self.body["low_bytes"] if master == "LO" else 0
-        alike = master and low in (0, record.low_bytes) and record.dtype == stored.dtype
-        plane = record.view(master) if alike else None
-        if _fits(record.host, stored) and (not master or (plane is not None and _fits(plane, extra))):
+        if _fits(record.host, stored) and low in (0, record.low_bytes):      # and so its master is as the plane
             # Weights are there on each machine.
             self._read_own(record, stored, record.host, reads, () if ranks is None else ranks.spoken_for())
             if master:
-                self._read_own(record, extra, plane, reads)
+                self._read_own(record, extra, record.view(master), reads)
             yield
             record.after_write()
             if master:
