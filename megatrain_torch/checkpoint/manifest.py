@@ -348,17 +348,14 @@ def _check_body(body: Any, where: str) -> None:
               files=TRAINING in body["files"])
         for name, about in body["files"].items():
             with _as_saved(here := f"{where}: file {shown(name)}"):
-                _check_file(name, about, here)
+                tensors = name.endswith(".safetensors")
+                plain = strict.is_plain_name(name) and (not tensors or TENSORS.fullmatch(name))
+                digits, kind = (-(-about["bytes"] // BLOCK) * 16, "sums") if tensors else (64, "sha256")
+                _need(here, about | {"name": name}, name=plain, bytes=is_count(about["bytes"]),
+                      **{kind: len(about[kind]) == digits and _HEX.fullmatch(about[kind])})
         for name, about in body["parameters"].items():
             with _as_saved(here := f"{where}: parameter {shown(name)}"):
                 _check_parameter(about, here, body)
-
-
-def _check_file(name: str, about: dict[str, Any], where: str) -> None:
-    tensors = name.endswith(".safetensors")
-    digits, kind = (-(-about["bytes"] // BLOCK) * 16, "sums") if tensors else (64, "sha256")
-    _need(where, about | {"name": name}, name=strict.is_plain_name(name) and (not tensors or TENSORS.fullmatch(name)),
-          bytes=is_count(about["bytes"]), **{kind: len(about[kind]) == digits and _HEX.fullmatch(about[kind])})
 
 
 def _check_parameter(about: dict[str, Any], where: str, body: dict[str, Any]) -> None:

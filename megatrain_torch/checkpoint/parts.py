@@ -364,8 +364,10 @@ def differences(rt: Runtime, saved: dict[str, Any]) -> list[str]:
     here = likeness(rt)
     if saved["memory"] == here["memory"] and saved["chosen"] and rt.planning is not None:
         here["kept"] = saved["kept"]             # of passes of the same length
-    found = [f"{what} {_facts(saved).get(what, 'none')} there and {mine} here" for what, mine in _facts(here).items()
-             if _facts(saved).get(what) != mine]
+    there, mine = (n["versions"] | {"compute": n["compute"], "products": n["products"],
+                                    "torch.use_deterministic_algorithms": n["repeating"]} for n in (saved, here))
+    found = [f"{what} {there.get(what, 'none')} there and {value} here" for what, value in mine.items()
+             if there.get(what) != value]
     # Layers with many tokens that go through gate|up in tiles now and did not, or the reverse.
     many = [w for w in rt.windows if w.fused is not None and w.name in saved["kept"]
             and 0 < w.fused.sizes.tiled[1] < saved["tokens"]]
@@ -379,12 +381,6 @@ def differences(rt: Runtime, saved: dict[str, Any]) -> list[str]:
                              ((saved["memory"], "there"), (here["memory"], "here")))
         found.append(f"device memory {sizes}, for which layers choose what they keep")
     return found
-
-
-def _facts(note: dict[str, Any]) -> dict[str, Any]:
-    """Of a `likeness`, what has to be the same."""
-    return note["versions"] | {"compute": note["compute"], "products": note["products"],
-                               "torch.use_deterministic_algorithms": note["repeating"]}
 
 
 def known(rt: Runtime, saved: Any) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from ..group.control import ASIDE, calling
 from ..group.ranks import as_one
 from ..model.runtime import runtime_of
 from ..optim.adamw import AdamW
+from ..store import gradient
 from ..store.tensorfiles import TensorFile
 from . import manifest
 from .manifest import random_states
@@ -119,11 +120,11 @@ def _check(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None) -> 
         raise MegatrainError("save the model that was given to mt.stream, not a part of it")
     if rt.broken:
         raise MegatrainError(rt.broken)
-    if isinstance(opt, AdamW):
-        opt._check_served()
-    with torch._C.DisableTorchFunctionSubclass():
-        standing = [r.name for r in rt.records if r.param is not None and r.param.grad is not None]
-    if isinstance(opt, AdamW) and rt.handover.unstepped and standing:
+    if not isinstance(opt, AdamW):
+        return
+    opt._check_served()
+    standing = [r.name for r in rt.records if r.param is not None and gradient.standing(r) is not None]
+    if rt.handover.unstepped and standing:
         raise MegatrainError(f"gradients of {len(standing)} parameters ({standing[0]} ...) came since the last step, "
                              "and a checkpoint has none: save behind opt.step(), or drop them with opt.zero_grad()")
 
