@@ -103,7 +103,6 @@ class Window:
     attention: int              # width of all query heads; where values' heads have another, the mean of both
     heads: int                  # query heads
     context: int                # keys a query sees at most (a sliding window); 0: all before it
-    vectors: int                # elements of parameters that are no matrices
     table: int                  # elements of embedding tables
     itemsize: int               # bytes of an activation's element
     learns: bool                # it or a window before it has trained parameters: a gradient passes through it
@@ -297,7 +296,6 @@ def _window(root: nn.Module, configs: list[Any], name: str, module: nn.Module, u
                   found, _hidden(products, parameters), width,
                   q_width // max(1, _attribute(configs, module, ("head_dim",), 128)),
                   _attribute([], module, ("sliding_window",), 0),
-                  sum(p.numel() for n, p in parameters.items() if n not in matrices and id(p) not in tables),
                   sum(p.numel() for p in parameters.values() if id(p) in tables and not head), item, learns,
                   dense=_dense(module, item), made=dense_bytes(module)[0], why=why * (kind == "layer"),
                   writes=bool(getattr(window_of(module), "writes", "")),
