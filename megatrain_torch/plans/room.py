@@ -49,9 +49,7 @@ def shortage(need: int) -> Bound | None:
 
 def give_back() -> None:
     """Memory that was freed goes back to the system, also where malloc keeps it for later."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def own_bytes(groups: list[Group]) -> list[int]:
