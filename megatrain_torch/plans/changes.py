@@ -133,7 +133,6 @@ class _Search:
         self.problem, self.wishes = problem, problem.wishes
         self.shape = functools.cache(lambda states: problem.shape if states == problem.wishes.states
                                      else shape_with(states))
-        self.known: dict[str, bool] = {}
 
     def tried(self, changes: dict[str, Any], **most: int) -> Problem:
         wishes = dataclasses.replace(self.wishes, **changes)
@@ -141,10 +140,8 @@ class _Search:
 
     def fits(self, changes: dict[str, Any]) -> bool:
         """Exactly. Of gradients that are kept nowhere, with the fewest buffers."""
-        if (key := repr(changes)) not in self.known:
-            lent = {"lent": 1} if changes.get("grads", self.wishes.grads) == "none" else {}
-            self.known[key] = self.tried(changes | lent).fits()
-        return self.known[key]
+        lent = {"lent": 1} if changes.get("grads", self.wishes.grads) == "none" else {}
+        return self.tried(changes | lent).fits()
 
     def alone(self) -> dict[str, Any]:
         """Arguments of plan(), each of which alone fits, "vram" and "host" beyond the machine's too."""

@@ -174,8 +174,13 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
         learns = learns or any(p.requires_grad for p in module.parameters())
         made = _window(model, [*configs.values()], name or type(model).__name__, module, unit_of, dtype, learns, device)
         windows.append(dataclasses.replace(made, loss=loss) if made.kind == "head" else made)
-    if products == "fp8":
-        windows = _coded(type(model).__name__, windows)
+    if products == "fp8":               # as mt.stream chooses them
+        coded = {w.name for w in inner([w for w in windows if w.kind == "layer" and w.template is not None
+                                            and any(p.fits for p in w.products)])}
+        if coded or not any(w.why for w in windows):  # a layer that its own code runs today is no reason to refuse
+            check_layers(type(model).__name__, coded, {torch.bfloat16 if w.itemsize == 2 else torch.float32
+                                                           for w in windows if w.name in coded})
+        windows = [dataclasses.replace(w, coded=w.name in coded) for w in windows]
 
     def shape_with(states: str, experts: int = 0) -> Shape:
         own = [unit_bytes(name, params, dtype, states, experts=experts) for name, params in groups]
@@ -203,16 +208,6 @@ def _dense(module: nn.Module, item: int, experts: int = 0) -> tuple[int, int]:
     at_once, kept = dense_bytes(module, experts)
     sums = item * sum(m.get_param().numel() for m in wrapped_parameters(module))
     return at_once + 2 * sums, kept + sums
-
-
-def _coded(name: str, windows: list[Window]) -> list[Window]:
-    """As mt.stream chooses them."""
-    layers = {w.name for w in inner([w for w in windows if w.kind == "layer" and w.template is not None
-                                     and any(p.fits for p in w.products)])}
-    if layers or not any(w.why for w in windows):        # a layer that its own code runs today is no reason to refuse
-        check_layers(name, layers, {torch.bfloat16 if w.itemsize == 2 else torch.float32 for w in windows
-                                    if w.name in layers})
-    return [dataclasses.replace(w, coded=w.name in layers) for w in windows]
 
 
 def shaped(config: Any, base: str | None, layers: int | None = None, dtype: torch.dtype | None = None) -> nn.Module:
