@@ -351,6 +351,18 @@ def linked(machine: Machine, rates: dict[str, float]) -> Machine:
     return dataclasses.replace(machine, **found)
 
 
+def _communicators(device: torch.device, gpus: int, together: Callable[[], None]) -> int:
+    """Bytes of the device that the first collectives take, less what plans add for more than two GPUs."""
+    before = torch.cuda.mem_get_info(device)[0]
+    together()
+    x = torch.zeros(gpus * Ranks.first_bytes, dtype=torch.uint8, device=device)
+    dist.all_to_all_single(torch.empty_like(x), x)
+    del x
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return max(before - torch.cuda.mem_get_info(device)[0] - MORE_BYTES * (gpus > 2), 0)
+
+
 def main(device_type: str, rates: Path) -> None:
     """One of the processes; the first writes what was found."""
     cuda, (nbytes, tokens, width, count, rounds, parameters) = device_type == "cuda", TOGETHER[device_type]
@@ -377,16 +389,7 @@ def main(device_type: str, rates: Path) -> None:
         dist.all_reduce(took, op=dist.ReduceOp.MAX)
         return float(took)
 
-    nccl = 0                # bytes of the device that the first collectives take, less what plans add for more GPUs
-    if cuda:
-        before = torch.cuda.mem_get_info(device)[0]
-        together()
-        x = torch.zeros(gpus * Ranks.first_bytes, dtype=torch.uint8, device=device)
-        dist.all_to_all_single(torch.empty_like(x), x)
-        del x
-        synchronize(device)
-        torch.cuda.empty_cache()
-        nccl = max(before - torch.cuda.mem_get_info(device)[0] - MORE_BYTES * (gpus > 2), 0)
+    nccl = _communicators(device, gpus, together) if cuda else 0
     copies, leaving = Copies(device, nbytes), nbytes * (gpus - 1) / gpus
     whole, both = (nbytes / seconds(fn) / 1e9 for fn in (copies.up, copies.both))
     del copies

@@ -248,16 +248,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
                     None if disk is None else disk.room(), grads, states=check_states(states), fleet=fleet,
                     delivery=check_delivery(fleet, delivery), caches=use_cache)
     check_homes(fleet, homes.values() if isinstance(homes, dict) else [homes], grads)
-    whole = resolve(machine)
-    if check_products(products, compute) == "fp8" and not whole.fp8_gain:
-        raise MegatrainError(f"products='fp8': {whole.name} has no products of 8-bit codes; use products='bf16'")
-    there = whole.host_bytes
-    if machine is None:                                 # this one: what other processes leave
-        cuda = torch.cuda.is_available()
-        if whole.device == ("cuda" if cuda else "cpu") and (not cuda or torch.cuda.get_device_name() in whole.name):
-            there = min(there, host_limits().within)
-    limits = whole.with_limits(parse_bytes(vram, "vram"),
-                               parse_bytes(host, "host") or without_margin(there, PLANNED_SHARE))
+    whole, limits = _limits(machine, vram, host, check_products(products, compute))
     shape_with = shapes_of(model, dtype=dtype, units=units, layers=layers, products=products, base=base,
                            adapter=adapter, device=limits.device, trainer=trainer)
     if compute == "auto" and products == "bf16":       # as mt.stream has it
@@ -266,17 +257,9 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     problem, best, experts = _best(shape_with, limits, wishes, experts)
     if best is None:
         raise refusal(problem, whole, functools.partial(shape_with, experts=experts))
-    problem, (choice, timing) = _preferred(problem, *best, delivery)
-    shape, wishes = problem.shape, problem.wishes
-    weights = {w.name: sum(shape.units[u].weights for u in w.units if problem.first[u] == i)
-               for i, w in enumerate(shape.windows)}
-    return Plan(
-        shape.name, shape.parameters, shape.trained, problem.machine, tokens, seq, choice.micro,
-        "fused" if wishes.fused else "eager", {u.name: home for u, home in zip(shape.units, choice.homes)},
-        {w.name: mode for w, mode in zip(shape.windows, choice.modes)}, choice.ring, problem.device_bytes(choice),
-        problem.host_bytes(choice), *timing, weights, problem.disk_bytes(choice), disk, wishes.nvme or 0, grads, states,
-        wishes.lent, gpus, machines, products, experts, wishes.delivery,
-        {w.name: w.why for w in shape.windows if w.why and wishes.fused}, assumed=not isinstance(model, nn.Module))
+    problem, best = _preferred(problem, *best, delivery)
+    return _plan(problem, *best, nvme=disk, disk_room=wishes.nvme or 0, products=products, experts=experts,
+                 assumed=not isinstance(model, nn.Module))
 
 
 def _check_words(tokens: int, seq: int, micro: int | None, slots: int | None, gpus: int, machines: int, memory: bool,
@@ -300,6 +283,21 @@ def _check_words(tokens: int, seq: int, micro: int | None, slots: int | None, gp
             raise MegatrainError(f"{name}={words!r}: give the directory, nvme='/path'")
     if grads == "none" and micro not in (None, 1):
         raise MegatrainError("grads='none': gradients that are kept nowhere are used at once: one micro-batch")
+
+
+def _limits(machine: Machine | str | None, vram: int | str | None, host: int | str | None, products: str
+            ) -> tuple[Machine, Machine]:
+    """The machine, and with as much memory as a plan may use."""
+    whole = resolve(machine)
+    if products == "fp8" and not whole.fp8_gain:
+        raise MegatrainError(f"products='fp8': {whole.name} has no products of 8-bit codes; use products='bf16'")
+    there = whole.host_bytes
+    if machine is None:                                 # this one: what other processes leave
+        cuda = torch.cuda.is_available()
+        if whole.device == ("cuda" if cuda else "cpu") and (not cuda or torch.cuda.get_device_name() in whole.name):
+            there = min(there, host_limits().within)
+    most = parse_bytes(host, "host") or without_margin(there, PLANNED_SHARE)
+    return whole, whole.with_limits(parse_bytes(vram, "vram"), most)
 
 
 def _preferred(problem: Problem, choice: Choice, timing: Timing, asked: str | None
@@ -340,6 +338,19 @@ def _best(shape_with: Callable[..., Shape], limits: Machine, wishes: Wishes, exp
         if best is None or (found is not None and best[1].seconds > found[1].seconds * WORTH_PIECES):
             return other, found, pieces                  # where neither fits, what needs less
     return problem, best, experts or 0
+
+
+def _plan(problem: Problem, choice: Choice, timing: Timing, **more: Any) -> Plan:
+    shape, wishes = problem.shape, problem.wishes
+    weights = {w.name: sum(shape.units[u].weights for u in w.units if problem.first[u] == i)
+               for i, w in enumerate(shape.windows)}
+    return Plan(
+        shape.name, shape.parameters, shape.trained, problem.machine, wishes.tokens, wishes.seq, choice.micro,
+        "fused" if wishes.fused else "eager", {u.name: home for u, home in zip(shape.units, choice.homes)},
+        {w.name: mode for w, mode in zip(shape.windows, choice.modes)}, choice.ring, problem.device_bytes(choice),
+        problem.host_bytes(choice), *timing, weights, problem.disk_bytes(choice), grads=wishes.grads,
+        states=wishes.states, lent=wishes.lent, gpus=wishes.fleet.gpus, machines=wishes.fleet.machines,
+        delivery=wishes.delivery, own={w.name: w.why for w in shape.windows if w.why and wishes.fused}, **more)
 
 
 def _span(names: list[str]) -> str:

@@ -299,73 +299,82 @@ class Problem:
     @functools.cached_property
     def arrays(self) -> SimpleNamespace:
         """The fields of mt_search, by their names in csrc/walk/search.h."""
-        units, windows, counts, exchange = self.shape.units, self.shape.windows, self.micro_counts, self.exchange
-        m, w, fleet, (codes, several) = self.seen, self.wishes, self.wishes.fleet, self.rows
-        both, trained, weights = m.disk_both_gbps * 1e9, self._of_units("trained"), self._of_units("weights")
-        moved = (self._of_units("masters") + self._of_units("moments")) / fleet.machines
-        pool = m.adam_rate(min(POOL * fleet.gpus, m.adam_gparams[-1][0]), w.states)
-        own, here, times = trained / fleet.count, trained / fleet.machines, 1 if w.grads == "ram" else 2
-        gathered = [GATHERED[not fleet.alone] + (k - 1) * GATHERED[1] for k in counts]
-        pieces = any(u.fetched for u in units)
-        costs = [cost for k in counts for cost in self.costs(k).values()]
-        leaving: list[list[int]] = [[] for _ in windows]
-        for u, at in self.first.items():
-            if units[u].trained:
-                leaving[at].append(u)
-        again = (() if v.kind == "embedding" or (v.kind == "head" and w.fused) else v.units for v in windows)
+        counts, (codes, several) = self.micro_counts, self.rows
+        planes = (codes == HOMES.index("through")).any(-1) * THROUGH_BYTES + self.seen.vram_overhead_bytes \
+            + self.exchange.buffers + sum(self.tally.at_home(codes, 1 + several).values())
+        room = np.full(len(codes), self.wishes.nvme or 0) - sum(self.tally.disk(codes).values())
         found = SimpleNamespace(
-            **vars(exchange),
-            # Of units: bytes, and seconds of updates, of which each GPU makes its part.
-            host_s=here / self.host_rate, pool_s=here / pool, add_s=here / (m.add_gparams * 1e9),
-            passing_s=own / self.through_rate if self.through_rate else np.full(len(units), math.inf),
-            drive_s=2 * moved / both,
-            drive_weights_s=2 * (moved + self._of_units("gradients") / fleet.machines) / both,
-            # A rank reads its portion, with its part of the drive's rate. What is gathered takes less time.
-            fetch_s=weights / fleet.gpus / (m.disk_read_gbps * 1e9),
-            # Bytes that cross while AdamW runs on the host: of gradients that are kept nowhere, in both passes.
-            streamed=times * weights / exchange.parts + (times - 1) * exchange.home,
-            settled=(exchange.lowered + (0 if exchange.peers else exchange.raised)).astype(float),
-            passing=trained * moved_bytes(w.states) / fleet.count,
-            device_s=np.concatenate([own / (m.device_adam_gparams * 1e9) + own * n / (m.hbm_gbps * 1e9)
-                                     for n in gathered]),
-            weights=array("q", self.crossing), bytes=array("q", [u.weights for u in units]),
-            states=array("q", self.tally.states), gradients=exchange.home, pieces=_lists(u.fetched for u in units),
-            whole=pieces, spared=sum(_core.plan_slots(self.crossing, 2)) if pieces else 0,
-            h2d=m.h2d_gbps * 1e9, d2h=m.d2h_gbps * 1e9, both=m.both_gbps * 1e9, busy=m.busy_gbps * 1e9,
-            write=m.disk_write_gbps * 1e9, read=m.disk_read_gbps * 1e9, memory=exchange.memory_rate, shown=SHOWN_MICRO,
-            depth=self.depth, stagings=STAGINGS, bays=BAYS, ahead=AHEAD, stay=STAY, rest_s=NORM_S, early=EARLY,
-            padding=BUNDLE_PADDING_BYTES, lends=w.lent, keeps=w.grads == "ram", most_vram=self.machine.vram_bytes,
-            most_host=self.machine.host_bytes, gpus=fleet.gpus, byte_s=m.held_s(fleet.gpus),
-            cache=CACHE_SHARE["fused" if w.fused else "eager"], worth=1.0 if w.homes else WORTH_THROUGH,
-            # Of windows: costs by what they keep, and what they may keep.
-            kind=array("q", [self.kinds[v.shape] for v in windows]), n_kinds=len(self.kinds),
-            learns=array("q", [v.learns for v in windows]),
-            flying=array("q", map(self._flying, range(len(windows)))),
-            units=_lists(v.units for v in windows), again=_lists(again), leaving=_lists(leaving),
-            **{name: array("d", [getattr(c, name) for c in costs]) for name in ("forward_s", "forward_host_s")},
-            **{name: array("d", [getattr(c, name).get(mode, math.nan) for c in costs for mode in MODES])
-               for name in ("backward_s", "backward_host_s")},
-            **{name: array("q", [getattr(c, name).get(mode, 0) for c in costs for mode in MODES])
-               for name in ("kept", "work", "away")},
-            on_disk=array("q", [mode in DISK for mode in MODES]),
-            is_linked=array("q", [read(mode).keep == LINKED for mode in MODES]),
-            # Of choices: numbers of micro-batches, rings, and rows with what they leave of each memory.
-            micro=array("q", counts), cached=array("q", map(self.cache_bytes, counts)), rings=array("q", self.rings),
-            homes=codes.tobytes(), memory_s=np.stack([self._memory_s(codes, k) for k in counts], 1).ravel(),
-            several=several, host=self._host(codes, 1 + several),
-            planes=(codes == HOMES.index("through")).any(-1) * THROUGH_BYTES + self.seen.vram_overhead_bytes
-            + exchange.buffers + sum(self.tally.at_home(codes, 1 + several).values()),
-            room=(np.full(len(codes), w.nvme or 0) - sum(self.tally.disk(codes).values())) // fleet.gpus,
-            tracks=array("q", [0] * (len(counts) + 1)), modes=b"", flags=b"")            # to come
-        asked = _MODES.get(w.activations, -1)
+            **self._unit_arrays(), **self._window_arrays(), micro=array("q", counts),
+            cached=array("q", map(self.cache_bytes, counts)), rings=array("q", self.rings), homes=codes.tobytes(),
+            memory_s=np.stack([self._memory_s(codes, k) for k in counts], 1).ravel(), several=several, planes=planes,
+            host=self._host(codes, 1 + several), room=room // self.wishes.fleet.gpus)
+        w, asked = self.wishes, _MODES.get(self.wishes.activations, -1)
         made = [_core.search_tracks(found, i, asked, bool(w.nvme), w.seq >= LONG_SEQ) for i in range(len(counts))]
-        ends = itertools.accumulate((len(modes) // len(windows) for modes, _ in made), initial=0)
+        ends = itertools.accumulate((len(modes) // len(self.shape.windows) for modes, _ in made), initial=0)
         found.tracks, found.modes, found.flags = array("q", ends), *map(b"".join, zip(*made))
         return found
 
     def _of_units(self, name: str) -> np.ndarray:
         """[units] of a Unit's attribute."""
         return np.array([getattr(u, name) for u in self.shape.units], dtype=float)
+
+    def _unit_arrays(self) -> dict[str, Any]:
+        """What no choice changes of units: bytes, and seconds of updates, of which each GPU makes its part."""
+        units, m, w, fleet, exchange = self.shape.units, self.seen, self.wishes, self.wishes.fleet, self.exchange
+        both, trained, weights = m.disk_both_gbps * 1e9, self._of_units("trained"), self._of_units("weights")
+        moved = (self._of_units("masters") + self._of_units("moments")) / fleet.machines
+        pool = m.adam_rate(min(POOL * fleet.gpus, m.adam_gparams[-1][0]), w.states)
+        own, here, times = trained / fleet.count, trained / fleet.machines, 1 if w.grads == "ram" else 2
+        gathered = [GATHERED[not fleet.alone] + (k - 1) * GATHERED[1] for k in self.micro_counts]
+        pieces = any(u.fetched for u in units)
+        return {"host_s": here / self.host_rate, "pool_s": here / pool,
+                "passing_s": own / self.through_rate if self.through_rate else np.full(len(units), math.inf),
+                "drive_s": 2 * moved / both,
+                "drive_weights_s": 2 * (moved + self._of_units("gradients") / fleet.machines) / both,
+                # A rank reads its portion, with its part of the drive's rate. What is gathered takes less time.
+                "fetch_s": weights / fleet.gpus / (m.disk_read_gbps * 1e9),
+                # Bytes that cross while AdamW runs on the host: of gradients that are kept nowhere, in both passes.
+                "streamed": times * weights / exchange.parts + (times - 1) * exchange.home,
+                "settled": (exchange.lowered + (0 if exchange.peers else exchange.raised)).astype(float),
+                "passing": trained * moved_bytes(w.states) / fleet.count, "add_s": here / (m.add_gparams * 1e9),
+                "device_s": np.concatenate([own / (m.device_adam_gparams * 1e9) + own * n / (m.hbm_gbps * 1e9)
+                                            for n in gathered]),
+                **{name: getattr(exchange, name) for name in (
+                    "exchange_s", "network_s", "lost_s", "gather_s", "held_s", "spread_s", "lowered", "raised", "parts",
+                    "peers", "on_link")},
+                "weights": array("q", self.crossing), "bytes": array("q", [u.weights for u in units]),
+                "states": array("q", self.tally.states), "gradients": exchange.home,
+                "pieces": _lists(u.fetched for u in units), "whole": pieces,
+                "spared": sum(_core.plan_slots(self.crossing, 2)) if pieces else 0,
+                "h2d": m.h2d_gbps * 1e9, "d2h": m.d2h_gbps * 1e9, "both": m.both_gbps * 1e9, "busy": m.busy_gbps * 1e9,
+                "write": m.disk_write_gbps * 1e9, "read": m.disk_read_gbps * 1e9, "memory": exchange.memory_rate,
+                "shown": SHOWN_MICRO, "depth": self.depth, "stagings": STAGINGS, "bays": BAYS, "ahead": AHEAD,
+                "stay": STAY, "rest_s": NORM_S, "early": EARLY, "padding": BUNDLE_PADDING_BYTES,
+                "lends": w.lent, "keeps": w.grads == "ram", "most_vram": self.machine.vram_bytes,
+                "most_host": self.machine.host_bytes, "gpus": fleet.gpus, "byte_s": m.held_s(fleet.gpus),
+                "cache": CACHE_SHARE["fused" if w.fused else "eager"], "worth": 1.0 if w.homes else WORTH_THROUGH}
+
+    def _window_arrays(self) -> dict[str, Any]:
+        """Costs of windows by what they keep, and what they may keep."""
+        windows, counts = self.shape.windows, self.micro_counts
+        costs = [cost for k in counts for cost in self.costs(k).values()]
+        leaving: list[list[int]] = [[] for _ in windows]
+        for u, at in self.first.items():
+            if self.shape.units[u].trained:
+                leaving[at].append(u)
+        again = (() if w.kind == "embedding" or (w.kind == "head" and self.wishes.fused) else w.units for w in windows)
+        return {"kind": array("q", [self.kinds[w.shape] for w in windows]), "n_kinds": len(self.kinds),
+                "learns": array("q", [w.learns for w in windows]),
+                "flying": array("q", map(self._flying, range(len(windows)))),
+                "units": _lists(w.units for w in windows), "again": _lists(again), "leaving": _lists(leaving),
+                **{name: array("d", [getattr(c, name) for c in costs]) for name in ("forward_s", "forward_host_s")},
+                **{name: array("d", [getattr(c, name).get(mode, math.nan) for c in costs for mode in MODES])
+                   for name in ("backward_s", "backward_host_s")},
+                **{name: array("q", [getattr(c, name).get(mode, 0) for c in costs for mode in MODES])
+                   for name in ("kept", "work", "away")},
+                "on_disk": array("q", [mode in DISK for mode in MODES]),
+                "is_linked": array("q", [read(mode).keep == LINKED for mode in MODES]),
+                "tracks": array("q", [0] * (len(counts) + 1)), "modes": b"", "flags": b""}         # to come
 
 
 def solve(problem: Problem) -> tuple[Problem, tuple[Choice, Timing] | None]:
