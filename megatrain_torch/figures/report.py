@@ -77,12 +77,10 @@ def drawing(path: str | Path | BinaryIO, title: str, rows: list[str], inches: tu
              ) -> Iterator[tuple[Any, Any]]:
     """(figure, axes) with a named row for each bar, the first at the top; written at the end."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         raise MegatrainError("a picture needs matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=inches, dpi=dpi, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     yield figure, axes
     axes.set_ylim(len(rows) - 0.5, -0.5)

@@ -50,17 +50,12 @@ class Way(NamedTuple):
 
 
 def in_python(changes: dict[str, Any], line: bool = False) -> str:
-    """Changes as whoever calls mt.plan writes them, as a part of a sentence or as a line to run. Commands have flags
-    for them, and None for what a verb has no flag for."""
-    said = ", ".join(f"{name}={typed(name, value)!r}" for name, value in changes.items())
+    """Changes as whoever calls mt.plan writes them, bytes as sizes that are no smaller; as a part of a sentence or as a
+    line to run. Commands have flags for them, and None for what a verb has no flag for."""
+    sizes = {name: show_size(changes[name]) for name in ("vram", "host") if name in changes}
+    sizes |= {"nvme": {"limit": show_size(changes["nvme"]["limit"])}} if "nvme" in changes else {}
+    said = ", ".join(f"{name}={value!r}" for name, value in (changes | sizes).items())
     return f"mt.plan(..., {said})" if line else said
-
-
-def typed(name: str, value: Any) -> Any:
-    """An argument as people type it: bytes as a size that is no smaller."""
-    if name == "nvme":
-        return {"limit": show_size(value["limit"])}
-    return show_size(value) if name in ("vram", "host") else value
 
 
 @dataclass(frozen=True)
@@ -135,27 +130,18 @@ class _Search:
     """Which changes of a problem's wishes make it fit, and how fast it is then."""
 
     def __init__(self, problem: Problem, shape_with: Callable[[str], Shape]) -> None:
-        self.problem, self.machine, self.wishes = problem, problem.machine, problem.wishes
+        self.problem, self.wishes = problem, problem.wishes
         self.shape = functools.cache(lambda states: problem.shape if states == problem.wishes.states
                                      else shape_with(states))
-        self.known: dict[str, bool] = {}
 
     def tried(self, changes: dict[str, Any], **most: int) -> Problem:
         wishes = dataclasses.replace(self.wishes, **changes)
-        return Problem(self.shape(wishes.states), self.machine, wishes, **most)
+        return Problem(self.shape(wishes.states), self.problem.machine, wishes, **most)
 
     def fits(self, changes: dict[str, Any]) -> bool:
         """Exactly. Of gradients that are kept nowhere, with the fewest buffers."""
-        if (key := repr(changes)) not in self.known:
-            w, m, fleet = dataclasses.replace(self.wishes, **changes), self.machine, self.wishes.fleet
-            lent = {"lent": 1} if w.grads == "none" else {}
-            # Planes alone that take more than both memories are known at once, where a search takes part of a second.
-            planes = sum(u.weights + u.masters + u.moments + u.gradients * (w.grads == "ram")
-                         for u in self.shape(w.states).units)
-            there = fleet.machines * (m.host_bytes - m.host_overhead_bytes) \
-                + fleet.count * (m.vram_bytes - m.vram_overhead_bytes)
-            self.known[key] = (w.nvme is not None or planes <= there) and self.tried(changes | lent).fits()
-        return self.known[key]
+        lent = {"lent": 1} if changes.get("grads", self.wishes.grads) == "none" else {}
+        return self.tried(changes | lent).fits()
 
     def alone(self) -> dict[str, Any]:
         """Arguments of plan(), each of which alone fits, "vram" and "host" beyond the machine's too."""

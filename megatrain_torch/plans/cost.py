@@ -98,17 +98,15 @@ class _Run(NamedTuple):
 
     # ---- products and attention ----
 
-    def products_s(self, products: Sequence[Product], tokens: int, coded: bool = False) -> float:
-        """coded: of 8-bit codes where they may be."""
+    def products_s(self, products: Sequence[Product], tokens: int) -> float:
+        """Of 8-bit codes where they may be."""
         return sum(p.flops * tokens / self.m.gemm_flops(tokens * p.rows, p.width)
-                   / (self.m.fp8_gain if coded and p.fits else 1.0) for p in products)
+                   / (self.m.fp8_gain if self.w.coded and p.fits else 1.0) for p in products)
 
     def gradients_s(self, products: Sequence[Product], tokens: int) -> float:
         """dx of all products, where anything before learns; dW of those that are trained."""
-        if not self.w.learns:
-            return 0.0
-        return self.products_s(products, tokens, self.w.coded) \
-            + self.products_s([p for p in products if p.trained], tokens, self.w.coded)
+        return self.w.learns * (self.products_s(products, tokens)
+                                + self.products_s([p for p in products if p.trained], tokens))
 
     def attention_s(self, backward: bool) -> float:
         """Two products forward and five backward over the causal triangle, or the band of a window."""
@@ -144,7 +142,7 @@ class _Run(NamedTuple):
         size, tokens = self.w.itemsize, self.tokens
         casts = (size + 1) * sum(tokens * p.fan_in + p.fan_in * p.fan_out for p in self.coded(products)) \
             - 2 * size * tokens * self.straight(products)
-        return self.products_s(products, tokens, self.w.coded) + self.bytes_s(casts)
+        return self.products_s(products, tokens) + self.bytes_s(casts)
 
     def backward_casts(self, products: Sequence[Product]) -> float:
         """Bytes of gradients by rows, and by columns with inputs for what is trained; of weights by columns. What is
@@ -158,7 +156,7 @@ class _Run(NamedTuple):
 
     # ---- templates ----
 
-    def template_bytes(self, seq: int) -> tuple[dict[str, int], dict[str, int]]:
+    def template_bytes(self) -> tuple[dict[str, int], dict[str, int]]:
         """What it keeps, its input counted in, and what it needs beside that, by mode."""
         tokens, w, t, kept = self.tokens, self.w, self.w.template, dict(self.w.template.kept)
         copied = tokens * t.copied[0] if tokens > t.copied[1] else 0
@@ -169,7 +167,7 @@ class _Run(NamedTuple):
         codes = {mode: math.ceil(sum(p.fan_in * p.fan_out for p in of) + n * max(
             straight, *(2 * p.fan_out + p.fan_in for p in of), 0))
             for mode in kept for n in [min(tokens, t.tiled[1] or tokens) if mode != "saved" else tokens]}
-        by_rows = self.m.device == "cuda" and not w.context and tokens == seq >= t.long[2]
+        by_rows = self.m.device == "cuda" and not w.context and tokens == self.seq >= t.long[2]
         in_tiles = t.spared(tokens) + (copied + tokens * t.long[0] - t.long[1]) * by_rows
         return ({mode: math.ceil(tokens * (t.input * (mode != LINKED) + n)) for mode, n in kept.items()},
                 {mode: math.ceil(tokens * (t.input * (mode == LINKED) + t.work - n)) - (mode != "saved") * in_tiles
@@ -190,7 +188,7 @@ class _Run(NamedTuple):
         """
         w, tokens = self.w, self.tokens
         h, q, qkv, up, size = w.hidden, w.attention, w.width("qkv") + w.width("latent"), w.width("up"), w.itemsize
-        kept, work = self.template_bytes(self.seq)
+        kept, work = self.template_bytes()
         joined = [p for p in self.joined() if p.part != "folded"]
         attention = self.attention_s(False)
         # What LoRA's products read and write in a forward: of A x, of B y twice; each is wide at that end alone.
@@ -219,7 +217,7 @@ class _Run(NamedTuple):
 
     def fused_norm(self) -> Cost:
         """A norm that stands alone: reads and writes, and in backward reads two and writes one."""
-        kept, work = self.template_bytes(self.tokens)
+        kept, work = self.template_bytes()
         row = self.tokens * self.w.hidden * self.w.itemsize
         return self.saving(self.bytes_s(2 * row), self.bytes_s(3 * row), (6, 8), kept["saved"], work["saved"])
 

@@ -187,10 +187,25 @@ class Machine:
         Raises:
             MegatrainError: not a machine's description; the message names the field.
         """
+        kinds = get_type_hints(Machine)
         try:
-            return _from_dict(table(parsed(text.encode(), "JSON"), "JSON"))
+            fields = table(parsed(text.encode(), "JSON"), "JSON")
+            if strange := [name for name in fields if name not in kinds]:
+                raise ValueError(f"it has {shown(strange[0])}, which no machine has in this version")
+            machine = Machine(**{name: tuple(tuple(v) if isinstance(v, list) else v for v in value)
+                                 if isinstance(value, list) else value for name, value in fields.items()})
+            for name, kind in kinds.items():
+                value = getattr(machine, name)
+                good = _fits(kind, value, name in _MAY_BE_ZERO) and (value != () or name == "adam8_gparams")
+                if name == "device":
+                    good = value in ("cuda", "cpu")
+                elif good and name in ("attention", "adam_gparams"):     # read in the order of rows' first numbers
+                    good = all(a[0] < b[0] for a, b in itertools.pairwise(value))
+                if not good:
+                    raise ValueError(f"{name}={shown(value)}")
         except (MegatrainError, TypeError, ValueError) as why:
             raise MegatrainError(f"not a machine's description: {why}; run `megatrain doctor` again") from None
+        return machine
 
     @staticmethod
     def parse(text: str) -> Machine:
@@ -285,24 +300,6 @@ def _fits(kind: Any, value: Any, zero: bool = False) -> bool:
     if type(value) is not tuple or (parts[-1] is not ... and len(value) != len(parts)):
         return False
     return all(map(_fits, itertools.repeat(parts[0]) if parts[-1] is ... else parts, value))
-
-
-def _from_dict(fields: dict[str, Any]) -> Machine:
-    kinds = get_type_hints(Machine)
-    if strange := [name for name in fields if name not in kinds]:
-        raise ValueError(f"it has {shown(strange[0])}, which no machine has in this version")
-    machine = Machine(**{name: tuple(tuple(v) if isinstance(v, list) else v for v in value)
-                         if isinstance(value, list) else value for name, value in fields.items()})
-    for name, kind in kinds.items():
-        value = getattr(machine, name)
-        good = _fits(kind, value, name in _MAY_BE_ZERO) and (name != "device" or value in ("cuda", "cpu"))
-        if good and isinstance(value, tuple):
-            good = bool(value) or name == "adam8_gparams"
-        if good and name in ("attention", "adam_gparams"):       # read in the order of their rows' first numbers
-            good = all(a[0] < b[0] for a, b in itertools.pairwise(value))
-        if not good:
-            raise ValueError(f"{name}={shown(value)}")
-    return machine
 
 
 # ---- between measured points ---------------------------------------------------------------------

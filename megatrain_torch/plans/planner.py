@@ -243,8 +243,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
             alone makes it fit. Its `ways` are sets of arguments that do so together, the fastest first.
     """
     disk, fleet = Disk.parse(nvme, somewhere=True), Fleet(gpus, machines)
-    _check_words(tokens, seq, micro, slots, gpus, machines, disk is None, compute=compute, homes=homes,
-                 activations=activations, grads=grads)
+    _check_words(tokens, seq, micro, slots, gpus, machines, disk is None, compute, homes, activations, grads)
     wishes = Wishes(tokens, seq, compute != "eager", homes, activations, slots, micro,
                     None if disk is None else disk.room(), grads, states=check_states(states), fleet=fleet,
                     delivery=check_delivery(fleet, delivery), caches=use_cache)
@@ -264,11 +263,8 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
 
 
 def _check_words(tokens: int, seq: int, micro: int | None, slots: int | None, gpus: int, machines: int, memory: bool,
-                 **words: Any) -> None:
+                 compute: str, homes: Any, activations: str | None, grads: str) -> None:
     """Raises MegatrainError where numbers, or words of plan's arguments, are none that it takes. memory: no disk."""
-    for name, known in (("homes", DISKS), ("activations", DISK)):
-        if memory and isinstance(words[name], str) and words[name] in known:
-            raise MegatrainError(f"{name}={words[name]!r}: give the directory, nvme='/path'")
     for name, value, least in (("gpus", gpus, 1), ("machines", machines, 1), ("tokens", tokens, 1), ("seq", seq, 1),
                                ("micro", micro, 1), ("slots", slots, 2)):
         if value is not None or name not in ("micro", "slots"):
@@ -278,12 +274,14 @@ def _check_words(tokens: int, seq: int, micro: int | None, slots: int | None, gp
                              f"nearest: tokens={max(1, round(tokens / seq)) * seq}")
     if micro is not None and (tokens // seq) % micro:
         raise MegatrainError(f"micro={micro}: {tokens // seq} sequences cannot be cut into so many equal micro-batches")
-    for name, known in (("compute", ("auto", "fused", "eager")), ("homes", HOMES), ("activations", MODES),
-                        ("grads", GRADS)):
-        for value in words[name].values() if isinstance(words[name], dict) else (words[name],):
+    for name, words, known in (("compute", compute, ("auto", "fused", "eager")), ("homes", homes, HOMES),
+                               ("activations", activations, MODES), ("grads", grads, GRADS)):
+        for value in words.values() if isinstance(words, dict) else (words,):
             if (value is not None or name == "grads") and value not in known:
                 raise MegatrainError(f"{name}={value!r}: use {', '.join(map(repr, known))}")
-    if words["grads"] == "none" and micro not in (None, 1):
+        if memory and words in (*DISKS, *DISK):
+            raise MegatrainError(f"{name}={words!r}: give the directory, nvme='/path'")
+    if grads == "none" and micro not in (None, 1):
         raise MegatrainError("grads='none': gradients that are kept nowhere are used at once: one micro-batch")
 
 

@@ -23,7 +23,7 @@ import torch
 
 from .. import _core
 from ..base.errors import MegatrainError
-from ..base.limits import Bound, host_limits, show_bytes, show_size, with_margin, without_margin
+from ..base.limits import Bound, host_limits, show_bytes, show_size, with_margin
 from ..base.units import Group
 from ..figures.report import as_text, bytes_table
 from ..group.ranks import Ranks, as_one
@@ -49,9 +49,7 @@ def shortage(need: int) -> Bound | None:
 
 def give_back() -> None:
     """Memory that was freed goes back to the system, also where malloc keeps it for later."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def own_bytes(groups: list[Group]) -> list[int]:
@@ -226,13 +224,6 @@ class Room:
             bound = Bound("host=", self.limit, max(free, 0), "a larger host=")
         if bound is not None:
             raise _short(self.asked, what, need, bound, {}, *words, margin=free is None)
-
-    def spare(self, core: _core.Engine) -> int:
-        """Bytes of host memory that no plane will take, now or later: free, or in bays for activations already."""
-        if self.limit is not None:
-            return self.limit - sum(self.asked.host().values())
-        coming = sum(self._coming(core, self.asked, PLANES_OF).values())
-        return without_margin(host_limits().tightest().free) - coming + core.swap_bytes()[0]
 
     def _coming(self, core: _core.Engine, asked: Asked, planes: Iterable[str]) -> dict[str, int]:
         """Bytes of these planes that are not made yet. Weights, slots, disk buffers are; staging comes with sums."""

@@ -103,7 +103,6 @@ class Window:
     attention: int              # width of all query heads; where values' heads have another, the mean of both
     heads: int                  # query heads
     context: int                # keys a query sees at most (a sliding window); 0: all before it
-    vectors: int                # elements of parameters that are no matrices
     table: int                  # elements of embedding tables
     itemsize: int               # bytes of an activation's element
     learns: bool                # it or a window before it has trained parameters: a gradient passes through it
@@ -175,8 +174,13 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
         learns = learns or any(p.requires_grad for p in module.parameters())
         made = _window(model, [*configs.values()], name or type(model).__name__, module, unit_of, dtype, learns, device)
         windows.append(dataclasses.replace(made, loss=loss) if made.kind == "head" else made)
-    if products == "fp8":
-        windows = _coded(type(model).__name__, windows)
+    if products == "fp8":               # as mt.stream chooses them
+        coded = {w.name for w in inner([w for w in windows if w.kind == "layer" and w.template is not None
+                                            and any(p.fits for p in w.products)])}
+        if coded or not any(w.why for w in windows):  # a layer that its own code runs today is no reason to refuse
+            check_layers(type(model).__name__, coded, {torch.bfloat16 if w.itemsize == 2 else torch.float32
+                                                           for w in windows if w.name in coded})
+        windows = [dataclasses.replace(w, coded=w.name in coded) for w in windows]
 
     def shape_with(states: str, experts: int = 0) -> Shape:
         own = [unit_bytes(name, params, dtype, states, experts=experts) for name, params in groups]
@@ -204,16 +208,6 @@ def _dense(module: nn.Module, item: int, experts: int = 0) -> tuple[int, int]:
     at_once, kept = dense_bytes(module, experts)
     sums = item * sum(m.get_param().numel() for m in wrapped_parameters(module))
     return at_once + 2 * sums, kept + sums
-
-
-def _coded(name: str, windows: list[Window]) -> list[Window]:
-    """As mt.stream chooses them."""
-    layers = {w.name for w in inner([w for w in windows if w.kind == "layer" and w.template is not None
-                                     and any(p.fits for p in w.products)])}
-    if layers or not any(w.why for w in windows):        # a layer that its own code runs today is no reason to refuse
-        check_layers(name, layers, {torch.bfloat16 if w.itemsize == 2 else torch.float32 for w in windows
-                                    if w.name in layers})
-    return [dataclasses.replace(w, coded=w.name in layers) for w in windows]
 
 
 def shaped(config: Any, base: str | None, layers: int | None = None, dtype: torch.dtype | None = None) -> nn.Module:
@@ -297,7 +291,6 @@ def _window(root: nn.Module, configs: list[Any], name: str, module: nn.Module, u
                   found, _hidden(products, parameters), width,
                   q_width // max(1, _attribute(configs, module, ("head_dim",), 128)),
                   _attribute([], module, ("sliding_window",), 0),
-                  sum(p.numel() for n, p in parameters.items() if n not in matrices and id(p) not in tables),
                   sum(p.numel() for p in parameters.values() if id(p) in tables and not head), item, learns,
                   dense=_dense(module, item), made=dense_bytes(module)[0], why=why * (kind == "layer"),
                   writes=bool(getattr(window_of(module), "writes", "")),

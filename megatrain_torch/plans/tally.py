@@ -46,7 +46,6 @@ ADDED_BYTES = 14                # per parameter in host memory: a further micro-
 MORE_BYTES = 560 << 20          # of the communicator of more than two GPUs, beyond that of two: four H200
 PAIR_BYTES = 200 << 20          # of a communicator of two ranks, one of each direction between machines: 389 MiB with
                                 # all channels that NCCL opens, of which it is let have 8
-WAY_BYTES = between.PIECE       # on the device: what goes from or to host memory that is not locked lies there
 SECOND = 0.7                    # of a first communicator's bytes, what a further one takes, which gathers portions
 POOL_BYTES = 512 << 20          # what torch keeps for streams of our own, beside compute's
 BUFFERS = 2                     # of a unit's gradients: what is sent, and what is received; the next unit's is packed
@@ -392,4 +391,4 @@ class Exchange:
         self.buffers = apart * (
             int(packed.max(initial=0)) + OFFLOAD_DEPTH * int(self.home.max(initial=0))
             + int(SECOND * machine.communicator_bytes) * (self.parts > 1 and machine.device == "cuda")
-            + POOL_BYTES + m * WAY_BYTES * (m > 1))
+            + POOL_BYTES + m * between.PIECE * (m > 1))     # there lies what goes from or to memory that is not locked

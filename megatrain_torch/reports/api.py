@@ -10,7 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -391,13 +391,10 @@ class Trace:
         bar's."""
         self._collect()
         with self._lock:
-            begun, over = max(self._marks.values(), default=0), {"forward": set[str](), "backward": set[str]()}
-            for s in reversed(self._slices):
-                if s.lane == "compute" and s.work in over:
-                    if s.end <= begun:
-                        break
-                    over[s.work].add(s.unit)
-        return Progress(len(over["forward"]), len(over["backward"]), self._windows)
+            begun, last = max(self._marks.values(), default=0), reversed(self._slices)
+            since = takewhile(lambda s: s.end > begun, (s for s in last if s.lane == "compute"))
+            over = Counter(work for work, _ in {(s.work, s.unit) for s in since})
+        return Progress(over["forward"], over["backward"], self._windows)
 
     def steps(self, last: int = KEPT) -> list[StepReport]:
         """Reports of the last finished steps, oldest first."""
