@@ -70,6 +70,11 @@ CPU = Sizes((64, 256), (128, 512), (64, 128), (64, 256), 256, (4, 2, 32), 4 * MI
 TRAINING_BYTES = 750 << 20
 
 
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def timed(fn: Callable[[], Any], least_s: float) -> float:
     """Median seconds of a call, over rounds of calls that take least_s together; a round ends when CUDA is done."""
     timer = Timer("fn()", globals={"fn": fn}, num_threads=torch.get_num_threads())
@@ -133,8 +138,9 @@ def _attention_at(seq: int, sizes: Sizes, device: torch.device) -> tuple[int, fl
 
 def _stream_gbps(sizes: Sizes, device: torch.device) -> float:
     """GB/s of an elementwise kernel, read plus written."""
-    a, b = torch.randn(2, sizes.stream_bytes // 4, device=device)
-    return 2 * b.nbytes / timed(lambda: torch.mul(a, 0.5, out=b), sizes.least_s) / 1e9
+    a = torch.randn(sizes.stream_bytes // 4, device=device)
+    b = torch.empty_like(a)
+    return 2 * sizes.stream_bytes / timed(lambda: torch.mul(a, 0.5, out=b), sizes.least_s) / 1e9
 
 
 # ---- copies and AdamW ----------------------------------------------------------------------------
@@ -143,11 +149,11 @@ class Copies:
     """Pinned host memory and device memory of the same size, and copies between them."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
-        self.device, self.nbytes, self.queues = device, nbytes, torch.get_device_module(device)
+        self.device, self.nbytes = device, nbytes
         pin = device.type == "cuda"
         self.host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin).random_() for _ in range(2)]
         self.dev = [torch.empty(nbytes, dtype=torch.uint8, device=device).random_() for _ in range(2)]
-        self.side = self.queues.Stream(device)       # of the CPU there is none: one copy follows the other
+        self.side = torch.cuda.Stream(device) if pin else None
 
     def up(self) -> None:
         self.dev[0].copy_(self.host[0], non_blocking=True)
@@ -156,9 +162,13 @@ class Copies:
         self.host[1].copy_(self.dev[1], non_blocking=True)
 
     def both(self) -> None:
-        here = self.queues.current_stream(self.device)
+        if self.side is None:
+            self.up()
+            self.down()
+            return
+        here = torch.cuda.current_stream(self.device)
         self.side.wait_stream(here)
-        with self.queues.stream(self.side):
+        with torch.cuda.stream(self.side):
             self.down()
         self.up()
         here.wait_stream(self.side)
@@ -231,6 +241,16 @@ def _beside(sizes: Sizes, device: torch.device, threads: int) -> tuple[float, fl
     return gbps, planes.n / statistics.median(b - a for a, b in itertools.pairwise(ends)) / 1e9
 
 
+def _device_adam(sizes: Sizes, device: torch.device) -> float:
+    """G parameters/s of AdamW on the device."""
+    n = sizes.parameters
+    hi, grad = (torch.randn(n, device=device).bfloat16() for _ in range(2))
+    lo = torch.zeros(n, dtype=torch.int16, device=device)
+    m, v = (torch.zeros(n, device=device) for _ in range(2))
+    return n / 1e9 / timed(lambda: torch.ops.megatrain.adamw_(hi, lo, m, v, grad, 1e-5, 0.9, 0.999, 1e-8, 0.1, 1, 1.0),
+                           sizes.least_s)
+
+
 # ---- the whole -----------------------------------------------------------------------------------
 
 def measure(device: torch.device, say: Callable[[str], None] = lambda _: None, disk: str | None = None) -> Machine:
@@ -239,7 +259,7 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None, d
     cuda = device.type == "cuda"
     sizes, here, host = CUDA if cuda else CPU, cpus(), host_limits().in_all
     if cuda:
-        torch.cuda.synchronize(device)
+        synchronize(device)
         torch.cuda.empty_cache()
     say("matrix products")
     rates: dict[str, Any] = {"gemm": tuple((n, w, product_tflops(n, w // 2, 2 * w, device, sizes.least_s))
@@ -266,12 +286,8 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None, d
     busy, beside = _beside(sizes, device, counts[-1])
     rates |= {"adam_gparams": adam, "adam8_gparams": adam8, "busy_gbps": min(busy, rates["both_gbps"]),
               "beside_gparams": min(beside, adam[-1][1]),
-              "add_gparams": adam[-1][1] * moved_bytes("fp32") / ADDED_BYTES}
-    n = sizes.parameters
-    hi, grad = torch.randn(2, n, device=device).bfloat16()
-    lo, (m, v) = torch.zeros(n, dtype=torch.int16, device=device), torch.zeros(2, n, device=device)
-    rates["device_adam_gparams"] = n / 1e9 / timed(lambda: torch.ops.megatrain.adamw_(
-        hi, lo, m, v, grad, 1e-5, 0.9, 0.999, 1e-8, 0.1, 1, 1.0), sizes.least_s)
+              "add_gparams": adam[-1][1] * moved_bytes("fp32") / ADDED_BYTES,
+              "device_adam_gparams": _device_adam(sizes, device)}
     vram, taken, one = host, 0, True                     # of the CPU device: the host's memory
     if cuda:
         free, vram = torch.cuda.mem_get_info(device)
@@ -353,6 +369,9 @@ def linked(machine: Machine, rates: dict[str, float]) -> Machine:
 
 def _communicators(device: torch.device, gpus: int, together: Callable[[], None]) -> int:
     """Bytes of the device that the first collectives take, less what plans add for more than two GPUs."""
+    if device.type != "cuda":
+        together()
+        return 0
     before = torch.cuda.mem_get_info(device)[0]
     together()
     x = torch.zeros(gpus * Ranks.first_bytes, dtype=torch.uint8, device=device)
@@ -367,7 +386,7 @@ def main(device_type: str, rates: Path) -> None:
     """One of the processes; the first writes what was found."""
     cuda, (nbytes, tokens, width, count, rounds, parameters) = device_type == "cuda", TOGETHER[device_type]
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=LIMIT_S))
-    rank, gpus, synchronize = dist.get_rank(), dist.get_world_size(), torch.get_device_module(device_type).synchronize
+    rank, gpus = dist.get_rank(), dist.get_world_size()
     device = torch.device(device_type, rank) if cuda else torch.device(device_type)
     if cuda:
         torch.cuda.set_device(device)
@@ -389,7 +408,7 @@ def main(device_type: str, rates: Path) -> None:
         dist.all_reduce(took, op=dist.ReduceOp.MAX)
         return float(took)
 
-    nccl = _communicators(device, gpus, together) if cuda else 0
+    nccl = _communicators(device, gpus, together)
     copies, leaving = Copies(device, nbytes), nbytes * (gpus - 1) / gpus
     whole, both = (nbytes / seconds(fn) / 1e9 for fn in (copies.up, copies.both))
     del copies
