@@ -138,7 +138,8 @@ class Trial:
             theirs = bound.pop(whole.records[0])
             if isinstance(theirs, Stack):
                 of = self.window.runtime.ring.strands
-                same = all(_to_a_rounding(w.experts(name, p.experts), whole.of(of(p))) for p in theirs.stacked.pieces)
+                same = all(_to_a_rounding(w.experts(name, p.experts)[0], whole.of(of(p)))
+                           for p in theirs.stacked.pieces)
             else:
                 same = _to_a_rounding(w.joint((name,)), whole.format.dense(theirs, fused.dtype))
             if not same:

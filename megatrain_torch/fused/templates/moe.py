@@ -181,8 +181,8 @@ def sort_rows(index: Tensor, experts: int) -> Rows:
 
 
 class Matrices:
-    """The experts' matrices for one forward or backward, with what adapters add to them. Such a sum is there until that
-    of other experts of its stack is asked for.
+    """The experts' matrices for one forward or backward, with what adapters add to them. Such a sum, and what was made
+    of codes, is there until that of other experts of its stack is asked for.
 
     Attributes:
         factors: by the name of a stack A [E, r, K] and B [E, N, r], in the layer's type and in memory of their own,
@@ -191,7 +191,7 @@ class Matrices:
 
     def __init__(self, experts: Experts, w: Weights, dtype: torch.dtype) -> None:
         self._of, self._w = experts, w
-        self._sums: dict[str, tuple[range, Tensor]] = {}
+        self._made: dict[str, tuple[range, Tensor]] = {}
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}
         for name, adapter in experts.adapters.items():
             count, r, wide = experts.count, adapter.rank, adapter.wide
@@ -209,17 +209,17 @@ class Matrices:
     def __call__(self, name: str, experts: range) -> Tensor:
         """[experts, K, N], of some that are there together."""
         e = self._of
-        if name not in self.factors:
-            found = self._w.experts(name, experts)
+        if name in self._made and self._made[name][0] == experts:
+            found = self._made[name][1]
         else:
-            if name not in self._sums or self._sums[name][0] != experts:
-                self._sums.pop(name, None)   # first: its memory is the next one's
+            self._made.pop(name, None)       # first: its memory is the next one's
+            found, own = self._w.experts(name, experts)
+            if name in self.factors:
                 a, b = self.of(name, experts)
                 left, right = (a.mT, b.mT) if e.transposed else (b, a)
-                base, own = self._w.writable_experts(name, experts)
-                found = torch.baddbmm(base, left, right, alpha=e.adapters[name].scale, out=base if own else None)
-                self._sums[name] = experts, found
-            found = self._sums[name][1]
+                found = torch.baddbmm(found, left, right, alpha=e.adapters[name].scale, out=found if own else None)
+            if own or name in self.factors:
+                self._made[name] = experts, found
         return found if e.transposed else found.mT
 
 

@@ -16,7 +16,7 @@ from ... import ops
 from ...base.codes import Coding
 
 if TYPE_CHECKING:
-    from ...store.whole import Piece, Stacked
+    from ...store.whole import Stacked
 
 STRAND = "#"                # name#strand: of a weight of codes, where Weights have it
 WHOLE = 16                  # that many codes are loaded at once: sizes of matrices are multiples of it
@@ -58,13 +58,10 @@ class Weights:
         """Which experts of a stack of so many are there together: here all are."""
         return [range(count)]
 
-    def experts(self, name: str, which: range) -> Tensor:
-        """[experts, ., .]: of one of these groups."""
-        return self[name]
-
-    def writable_experts(self, name: str, which: range) -> tuple[Tensor, bool]:
-        """The same, and whether it was made for the caller, who may write into it."""
-        return self.experts(name, which), False
+    def experts(self, name: str, which: range) -> tuple[Tensor, bool]:
+        """[experts, ., .]: of one of these groups; and whether it was made for the caller, who may keep it and write
+        into it. What lies over a slot nobody keeps, since the slot would be held."""
+        return self[name], False
 
     # ---- products with the joint matrix W [N, K] of `names`: the one way by which linear layers come to theirs ----
 
@@ -173,27 +170,21 @@ class Expanded(Weights):
     """Weights that lie in their slot as codes, made the weights that they stand for as products need them.
 
     A product's matrix is made for that product, and its memory is the allocator's again behind it: at the rate of
-    memory, a hundredth of what the product takes. So of a layer one matrix at a time is there. What is asked for by its
-    own name (experts') stays until the forward, or the backward, is over.
+    memory, a hundredth of what the product takes. So of a layer one matrix at a time is there.
     """
 
-    __slots__ = ("_codings", "_dtype", "_whole")
+    __slots__ = ("_codings", "_dtype")
 
     def __init__(self, w: Weights, codings: dict[str, Coding], dtype: torch.dtype) -> None:
         """dtype: of the layer's weights."""
         self.by_name, self._make, self._joint = w.by_name, w._make, w._joint
         self._codings, self._dtype = codings, dtype
-        self._whole: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._codings:
-            return self.by_name[name]
-        if name not in self._whole:
-            self._whole[name] = self.joint((name,))
-        return self._whole[name]
+        return self.joint((name,))
 
-    def writable_experts(self, name: str, which: range) -> tuple[Tensor, bool]:
-        return (self.joint((name,)), True) if name in self._codings else (self.by_name[name], False)
+    def experts(self, name: str, which: range) -> tuple[Tensor, bool]:
+        return self[name], name in self._codings
 
     def joint(self, names: tuple[str, ...]) -> Tensor:
         codings = [self._codings.get(n) for n in names]
@@ -218,18 +209,15 @@ class Pieces(Weights):
     """Weights of a window whose stacks of experts are on the device a few at a time (graph/window.py has the same for
     the modules' own code).
 
-    What is left of the unit is asked for again behind each piece: meanwhile its slot may have come to hold another. Of
-    codes the weights of one piece of each stack are kept until the next one's are asked for; what lies over a slot is
-    not, since the slot would be held.
+    What is left of the unit is asked for again behind each piece: meanwhile its slot may have come to hold another.
     """
 
-    __slots__ = ("_last", "_rest", "_rest_of", "_ring", "_stacks")
+    __slots__ = ("_rest", "_rest_of", "_ring", "_stacks")
 
     def __init__(self, rest: Callable[[], Weights], stacks: dict[str, Stacked], ring: Any) -> None:
         """rest: what is left of the unit, where it is now. ring: model/ring.py's, which pieces are fetched into."""
         self._rest_of, self._stacks, self._ring = rest, stacks, ring
         self._rest: Weights | None = None
-        self._last: dict[str, tuple[Piece, Tensor]] = {}
 
     @property
     def rest(self) -> Weights:
@@ -240,7 +228,7 @@ class Pieces(Weights):
         """Of a stack all experts, together."""
         if name not in self._stacks:
             return self.rest[name]
-        return torch.cat([self.experts(name, piece.experts) for piece in self._stacks[name].pieces])
+        return torch.cat([self.experts(name, piece.experts)[0] for piece in self._stacks[name].pieces])
 
     def joint(self, names: tuple[str, ...]) -> Tensor:
         return self[names[0]] if len(names) == 1 else self.rest.joint(names)
@@ -248,17 +236,7 @@ class Pieces(Weights):
     def groups(self, name: str, count: int) -> list[range]:
         return [piece.experts for piece in self._stacks[name].pieces]
 
-    def experts(self, name: str, which: range) -> Tensor:
-        piece = self._stacks[name].piece_of(which.start)
-        if name in self._last and self._last[name][0] is piece:
-            return self._last[name][1]
-        found, own = self.writable_experts(name, which)
-        if own:
-            self._last[name] = piece, found
-        return found
-
-    def writable_experts(self, name: str, which: range) -> tuple[Tensor, bool]:
-        self._last.pop(name, None)                       # first: there is one at a time
+    def experts(self, name: str, which: range) -> tuple[Tensor, bool]:
         self._rest = None
         piece = self._stacks[name].piece_of(which.start)
         return piece.made(self._ring), piece.expands
