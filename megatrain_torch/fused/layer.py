@@ -66,7 +66,7 @@ def runs(module: nn.Module, device: str) -> Template:
     if fused is not None:
         return fused.template
     found, inside = template(module, device), hf_calls.hooks_of(m for m in module.modules() if m is not module)
-    _check_now(found, inside, device, dtype_of(module, codings_of(module)) or next(module.parameters()).dtype)
+    _check_now(found, inside, device, dtype_of(module, codings_of(module)))
     return found
 
 
@@ -86,7 +86,7 @@ def template_of(rt: Any, window: Window, module: nn.Module) -> Fused | None:
     """The window with a template, where the runtime wants one and there is one; window.unfit says why not."""
     try:
         dtype = dtype_of(module, codings_of(module))
-        if wanted(rt.compute, rt.is_cuda, [r.dtype for r in window.records] if dtype is None else [dtype]):
+        if wanted(rt.compute, rt.is_cuda, [dtype]):
             return Fused(window)
     except Unfit as reason:
         if wanted(rt.compute, rt.is_cuda, [torch.bfloat16]):
@@ -137,7 +137,6 @@ class Fused:
         """The module's structure, anew; Unfit where no template covers it, or it was streamed with other parameters."""
         window, module = self.window, self.window.module
         self._ready: dict[Reading, Template] = {}
-        self._adapters: list[Any] | None = None          # until this has ended well
         self._children = [m._modules for m in module.modules()]
         self._before = [{**own} for own in self._children]
         params = {id(p): n for n, p in module.named_parameters()}
@@ -151,7 +150,7 @@ class Fused:
         self.names = tuple(names.values())
         self.records = {n: r for r, n in names.items() if STRAND not in n} | {n: w.records[0] for n, w in wholes}
         self.codings = codings_of(module)
-        self.dtype = dtype_of(module, self.codings) or window.records[0].dtype
+        self.dtype = dtype_of(module, self.codings)
         self.parameters = names_of(window.inner)
         self.template = template(module, window.runtime.device.type)
         self.sizes = self.template.sizes(self.dtype.itemsize)
@@ -159,11 +158,6 @@ class Fused:
         inside = [*map(module.get_submodule, self.template.mlp.experts.modules)] if self.template.routes else []
         self.wrappers, self.loops = inside[:-1], inside[-1:]
         self.split()
-        self._adapters = self._adapted()
-
-    def _adapted(self) -> list[Any]:
-        """What may be set in wrappers of experts."""
-        return [([*m.merged_adapters], m.disable_adapters, [*m.active_adapters], {**m.scaling}) for m in self.wrappers]
 
     def split(self) -> None:
         """Follows requires_grad."""
@@ -223,7 +217,7 @@ class Fused:
         try:
             x, named = arguments(self.parameters, args, kwargs)
             _check_now(self.template, window.hooks, window.runtime.device.type, self.dtype)
-            self.template.input(x, self.dtype)
+            self.template.check_input(x, self.dtype)
             if not (x.requires_grad or window.trainable):
                 self.idle = True
                 raise Unfit("nothing needs a gradient")
@@ -277,8 +271,7 @@ class Fused:
         """What is known of the module's code, for this call; Unfit where no template covers the module or the call, or
         where the code cannot be followed."""
         inner, reader = window.inner, self._reader
-        # No guard sees children of one class trade places, nor what is set in wrappers of experts.
-        if not all(map(eq, self._children, self._before)) or (self.wrappers and self._adapted() != self._adapters):
+        if not all(map(eq, self._children, self._before)):   # no guard sees children of one class trade places
             self.read()
 
         def key() -> tuple[Any, ...]:
@@ -287,7 +280,8 @@ class Fused:
                 if why := multiplies(m, self.dtype):
                     raise Unfit(f"{name}: {why}")
             return getattr(inner, "__func__", type(inner)), self._known, tuple(map(known_loop, self.loops)), (
-                tuple(map(known_wrapper, self.wrappers)), self.template.mlp.experts.added) if self.wrappers else ()
+                tuple(map(known_wrapper, self.wrappers)),
+                tuple(self.template.mlp.experts.adapters.items())) if self.wrappers else ()
 
         def make() -> Reading:
             self.template.take(window.module, x, named)          # what no template takes need not be proved
@@ -296,8 +290,7 @@ class Fused:
         scope = scope_of(inner, args, kwargs)
         if reader.holds(key(), scope):
             return reader.last
-        if reader.last is not None:
-            self.read()                      # it may be another structure by now
+        self.read()                          # it may be another structure by now
         try:
             return reader.of(key(), scope, window.runtime.looked, make)
         except Unreadable as reason:

@@ -306,7 +306,7 @@ class Proof(torch.fx.Interpreter):
         weight, biases = linears.weights[number], linears.biases
         y = linear(x, self.w[weight], self.w[biases[number]] if biases else None)
         dtype = y.dtype
-        for adapter in linears.adapters.get(weight, ()):
+        for adapter in linears.adapters[weight]:
             a, b = self.w[adapter.a], self.w[adapter.b]
             more = linear(linear(x.to(a.dtype), a), b) * adapter.scale
             y = y + (more.to(y.dtype) if adapter.rounds else more)

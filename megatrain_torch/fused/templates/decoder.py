@@ -259,10 +259,9 @@ class Embedding(Template):
             raise Unfit("its embedding has max_norm, scale_grad_by_freq or sparse gradients")
         self.rows, self.padding, self.width = module.num_embeddings, module.padding_idx, module.embedding_dim
 
-    def input(self, ids: Any, dtype: torch.dtype) -> Tensor:
+    def check_input(self, ids: Any, dtype: torch.dtype) -> None:
         if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
             raise Unfit("called with something else than int64 numbers")
-        return ids
 
     def small(self, x: Tensor, rng: torch.Generator, n: int, kwargs: Any, last: bool) -> tuple[Tensor, Any]:
         return torch.randint(self.rows, (1, n), generator=rng, device=x.device), {}

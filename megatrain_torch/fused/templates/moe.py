@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
-from .parts import Half, Kept, Linears, Norm, Unfit, child, gated_linears, has, unwrapped_experts
+from .parts import Half, Kept, Linears, Norm, Unfit, child, gated_linears, has, unwrapped
 from .weights import Grads, Weights
 
 
@@ -240,13 +240,16 @@ class Experts:
     and t. Its gradient, as large, is never made: products of each expert's rows with r give those of A and B.
 
     Attributes:
-        modules: names of PEFT's modules around the one of the experts, from outside, and of that. added: adapters by
-            name of their stack. widths: K and N of each stack.
+        modules: names of PEFT's modules around the one of the experts, from outside, and of that. adapters: by name of
+            their stack. widths: K and N of each stack.
     """
 
     def __init__(self, layer: nn.Module, name: str, hidden: int) -> None:
-        self.modules, self.added, more = unwrapped_experts(layer, name)
-        self.adapters, name = dict(self.added), self.modules[-1]
+        self.modules, added, more = unwrapped(layer, name, "ParamWrapper")      # one for each parameter with adapters
+        self.adapters, outside, name = {}, name, self.modules[-1]
+        for wrapper, adapter in added:       # of several PEFT adds the sum
+            if self.adapters.setdefault(f"{name}.{wrapper.parameter_name}", adapter) is not adapter:
+                raise Unfit(f"{outside} has several active adapters of {wrapper.parameter_name}")
         module = child(layer, name)
         own, biases = {n: tuple(p.shape) for n, p in module.named_parameters()}, ("gate_up_proj_bias", "down_proj_bias")
         gu, down = own.get("gate_up_proj", ()), own.get("down_proj", ())
@@ -396,7 +399,7 @@ class Shared:
             return db
         dlogit = (ds.unsqueeze(1) * s * (1 - s)).to(b.dtype)
         self.gate.weight_grads(dlogit, b, grads)
-        if self.gate.adapters:
+        if self.gate.beside:
             return db.add_(self.gate.input_grad(dlogit, grads.w))
         return db.addmm_(dlogit, grads.w.joint(self.gate.weights))
 

@@ -79,11 +79,10 @@ class Template:
             setattr(part, name, value)
         return found
 
-    def input(self, x: Any, dtype: torch.dtype) -> Tensor:
-        """x, if it is what the template takes: a plain [B, S, H] tensor of this type; else Unfit."""
+    def check_input(self, x: Any, dtype: torch.dtype) -> None:
+        """Raises Unfit where x is not what the template takes: a plain [B, S, H] tensor of this type."""
         if type(x) is not Tensor or x.dim() != 3 or x.dtype != dtype:
             raise Unfit("its input is no [B, S, H] tensor of the weights' type")
-        return x
 
     def take(self, module: nn.Module, x: Tensor, kwargs: Any, roles: Any = None) -> tuple[Tensor, Any]:
         if kwargs:
@@ -181,15 +180,15 @@ def codings_of(layer: nn.Module) -> dict[str, Coding]:
     return found
 
 
-def dtype_of(layer: nn.Module, codings: dict[str, Coding]) -> torch.dtype | None:
-    """The type of the weights that a layer multiplies with; None: it has no matrix. Unfit: those that codes stand for
-    are of several. Of parameters that are numbers matrices count first, adapters' last."""
+def dtype_of(layer: nn.Module, codings: dict[str, Coding]) -> torch.dtype:
+    """The type of the weights that a layer multiplies with. Unfit: those that codes stand for are of several. Of
+    parameters those that are numbers count first, of these matrices, adapters' last."""
     types = {c.dtype for c in codings.values() if c.dtype is not None}
     if len(types) > 1:
         raise Unfit(f"its codes stand for weights of several types: {', '.join(sorted(map(str, types)))}")
-    own = [(".lora_" in name, p.dim() < 2, p.dtype) for name, p in layer.named_parameters()
-           if p.is_floating_point() and p.dtype.itemsize > 1]
-    return next(iter(types), None) or min(own, key=lambda item: item[:2], default=(None,))[-1]
+    own = [(not p.is_floating_point() or p.dtype.itemsize == 1, ".lora_" in name, p.dim() < 2, p.dtype)
+           for name, p in layer.named_parameters()]
+    return types.pop() if types else min(own, key=lambda item: item[:3])[-1]
 
 
 class Norm:
@@ -280,32 +279,17 @@ def _lora(name: str, module: Any) -> tuple[list[Adapter], list[str]]:
     return found, [f"{name}.{n}" for n in own]
 
 
-def _is_lora(module: nn.Module, *kinds: str) -> bool:
-    kind = type(module)
-    return kind.__name__ in kinds and kind.__module__.startswith("peft.tuners.lora.") and hasattr(module, "lora_A")
-
-
-def _unwrapped(layer: nn.Module, name: str) -> tuple[str, Any, list[Adapter], list[str]]:
-    """The linear layer of this name, by the name it has inside of PEFT's wrapper, and what `_lora` says of that."""
-    module = child(layer, name)
-    if not _is_lora(module, "Linear", "Linear4bit", "Linear8bitLt"):
-        return name, module, [], []
-    return f"{name}.base_layer", child(layer, f"{name}.base_layer"), *_lora(name, module)
-
-
-def unwrapped_experts(layer: nn.Module, name: str) -> tuple[list[str], tuple[Any, ...], list[str]]:
-    """Names of PEFT's wrappers around a module of experts, one for each parameter with adapters, and last its own; by
-    name of a parameter, what adapters add to it; and the names of all that adapters have. Unfit where they are no plain
-    LoRA, or several are in use for one parameter, of which PEFT adds the sum."""
-    modules, adapters, names = [name], {}, []
-    while _is_lora(wrapper := child(layer, modules[-1]), "ParamWrapper"):
+def unwrapped(layer: nn.Module, name: str, *kinds: str) -> tuple[list[str], list[tuple[Any, Adapter]], list[str]]:
+    """Names of PEFT's wrappers of these kinds around a module, and last its own; what their adapters add, each with its
+    wrapper; and the names of all that adapters have. Unfit where they are no plain LoRA."""
+    modules, adapters, names = [name], [], []
+    while hasattr(wrapper := child(layer, modules[-1]), "lora_A") and type(wrapper).__name__ in kinds \
+            and type(wrapper).__module__.startswith("peft.tuners.lora."):
         found, own = _lora(modules[-1], wrapper)
+        adapters += [(wrapper, adapter) for adapter in found]
         names += own
-        for adapter in found:
-            if adapters.setdefault(wrapper.parameter_name, adapter) is not adapter:
-                raise Unfit(f"{name} has several active adapters of {wrapper.parameter_name}")
         modules.append(f"{modules[-1]}.base_layer")
-    return modules, tuple((f"{modules[-1]}.{n}", adapter) for n, adapter in adapters.items()), names
+    return modules, adapters, names
 
 
 class Linears:
@@ -327,27 +311,28 @@ class Linears:
     """
 
     def __init__(self, layer: nn.Module, *names: str) -> None:
-        found = [_unwrapped(layer, n) for n in names]
-        modules = [m for _, m, _, _ in found]
+        found = [unwrapped(layer, n, "Linear", "Linear4bit", "Linear8bitLt") for n in names]
+        inside = [of[-1] for of, *_ in found]
+        modules = [child(layer, n) for n in inside]
         for name, m in zip(names, modules):
             if type(m) is not nn.Linear and format_of(dict.get(m._parameters, "weight")) is None:
                 raise Unfit(f"{name} is a {type(m).__name__}, not a plain nn.Linear")
         self.rows = tuple(m.out_features for m in modules)
         self.inputs = modules[0].in_features
         self.numel = sum(self.rows) * self.inputs
-        self.weights = tuple(f"{n}.weight" for n, *_ in found)
-        self.biases = tuple(f"{n}.bias" for n, m, *_ in found if m.bias is not None)
+        self.weights = tuple(f"{n}.weight" for n in inside)
+        self.biases = tuple(f"{n}.bias" for n, m in zip(inside, modules) if m.bias is not None)
         if self.biases and len(self.biases) < len(found):
             raise Unfit(f"only some of {', '.join(names)} have a bias")
-        self.adapters = {w: own for w, (_, _, own, _) in zip(self.weights, found) if own}
+        self.adapters = {w: [a for _, a in added] for w, (_, added, _) in zip(self.weights, found)}
         self.names = (*self.weights, *self.biases, *(n for *_, more in found for n in more))
         own = dict(layer.named_parameters(remove_duplicate=False))
         if len({own[n].dtype for adapters in self.adapters.values() for a in adapters for n in (a.a, a.b)}) > 1:
             raise Unfit(f"adapters of {', '.join(names)} are of several types")
         self.beside: list[tuple[slice, slice, Adapter]] = []
         begin = rank = 0
-        for weight, rows in zip(self.weights, self.rows):
-            for a in self.adapters.get(weight, ()):
+        for adapters, rows in zip(self.adapters.values(), self.rows):
+            for a in adapters:
                 self.beside.append((slice(rank, rank + a.rank), slice(begin, begin + rows), a))
                 rank += a.rank
             begin += rows
