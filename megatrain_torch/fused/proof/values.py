@@ -153,8 +153,8 @@ class Values(TorchDispatchMode):
         def made() -> Iterator[tuple[Key | int, Shape]]:
             if isinstance(out, Tensor):
                 yield RULES.get(func.overloadpacket, Values._plain)(self, func, args, kwargs, out), out.shape
-            elif func.overloadpacket in (aten.split, aten.split_with_sizes, aten.unbind):
-                yield from zip(self._split(func, args, kwargs, parts), (t.shape for t in parts))
+            elif func.overloadpacket in (aten.split, aten.split_with_sizes):
+                yield from zip(self._split(args, kwargs, parts), (t.shape for t in parts))
             else:
                 yield from ((("part", i, self._plain(func, args, kwargs, t)), t.shape) for i, t in enumerate(parts))
 
@@ -262,16 +262,13 @@ class Values(TorchDispatchMode):
         number = self.of(args[0])
         return number if args[0].dtype == out.dtype else ("cast", ("#", number), str(out.dtype))
 
-    def _viewed(self, number: int, shape: Shape) -> Key | int:
-        kind, *rest = self.keys[number]
-        if kind == "view":
-            number = rest[0][1]
-        return number if self.shapes[number] == shape else ("view", ("#", number), shape)
-
     def _view(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key | int:
         if args[0].dtype != out.dtype:                       # the same bits, read as another type
             return self._plain(func, args, kwargs, out)
-        return self._viewed(self.of(args[0]), out.shape)
+        number = self.of(args[0])
+        if self.keys[number][0] == "view":
+            number = self.keys[number][1][1]
+        return number if self.shapes[number] == out.shape else ("view", ("#", number), out.shape)
 
     def _permute(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key | int:
         number, order = self.of(args[0]), [d % args[0].dim() for d in args[1]]
@@ -312,19 +309,9 @@ class Values(TorchDispatchMode):
                 number, start, end = inner, start + begin, end + begin
         return "slice", ("#", number), dim, start, end, step
 
-    def _select(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key | int:
-        t, dim, index = args
-        shape = list(t.shape)
-        index, shape[dim] = index % shape[dim], 1
-        return self._viewed(self.number(self._slice_of(t, dim, index, index + 1, 1), tuple(shape)), out.shape)
-
-    def _split(self, func: Any, args: Any, kwargs: Any, parts: list[Tensor]) -> Iterator[Key | int]:
-        at = 1 if func.overloadpacket is aten.unbind else 2
-        dim, begin = args[at] if len(args) > at else kwargs.get("dim", 0), 0
-        for i, part in enumerate(parts):
-            if at == 1:
-                yield self._select(None, (args[0], dim, i), {}, part)
-                continue
+    def _split(self, args: Any, kwargs: Any, parts: list[Tensor]) -> Iterator[Key | int]:
+        dim, begin = args[2] if len(args) > 2 else kwargs.get("dim", 0), 0
+        for part in parts:
             yield self._slice_of(args[0], dim, begin, begin + part.shape[dim], 1)
             begin += part.shape[dim]
 
@@ -374,8 +361,7 @@ RULES: dict[Any, Callable[..., Any]] = {
                      aten.flatten), _V._view),
     aten.permute: _V._permute, aten.t: _V._transpose, aten.transpose: _V._transpose, aten.expand: _V._expand,
     aten.slice: lambda v, func, args, kwargs, out: v._slice_of(*args, *(0, None, None, 1)[len(args) - 1:]),
-    aten.select: _V._select, aten.mul: _V._commuted, aten.add: _V._commuted, aten.cat: _V._cat,
-    aten._softmax: _V._softmax,
+    aten.mul: _V._commuted, aten.add: _V._commuted, aten.cat: _V._cat, aten._softmax: _V._softmax,
 }
 
 
