@@ -85,8 +85,7 @@ def _check_now(template: Template, hooks: list[dict[int, Any]], device: str, dty
 def template_of(rt: Any, window: Window, module: nn.Module) -> Fused | None:
     """The window with a template, where the runtime wants one and there is one; window.unfit says why not."""
     try:
-        dtype = dtype_of(module, codings_of(module))
-        if wanted(rt.compute, rt.is_cuda, [dtype]):
+        if wanted(rt.compute, rt.is_cuda, [dtype_of(module, codings_of(module))]):
             return Fused(window)
     except Unfit as reason:
         if wanted(rt.compute, rt.is_cuda, [torch.bfloat16]):

@@ -53,8 +53,8 @@ def _librarys(function: Any) -> bool:
 
 
 def known_wrapper(module: nn.Module) -> tuple[Any, ...]:
-    """All that says that a wrapper around experts adds to their matrices as PEFT's own does, and what is set in it; what
-    it adds, templates read from its adapters. Unfit: something of it is not PEFT's."""
+    """All that says that a wrapper around experts adds to their matrices as PEFT's own does, and what is set in it.
+    What it adds, templates read from its adapters. Unfit: something of it is not PEFT's."""
     kind, put = type(module), vars(module)
     names = "forward", "get_delta_factors", "get_delta_weight", "get_param"      # PEFT 0.21 has the second
     own = [getattr(kind, name, None) for name in names]

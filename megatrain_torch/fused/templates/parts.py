@@ -259,36 +259,31 @@ class Adapter(NamedTuple):
         return -(-self.rank // 8) * 8
 
 
-def _lora(name: str, module: Any) -> tuple[list[Adapter], list[str]]:
-    """What the adapters of PEFT's wrapper `module` add, and the names of all parameters that they have, those that are
-    not in use among them. Unfit where they are no plain LoRA."""
-    if module.merged:
-        raise Unfit(f"{name} has adapters merged into it")
-    if getattr(module, "fan_in_fan_out", False) or any(module.lora_variant.values()):
-        raise Unfit(f"{name} has another adapter than plain LoRA")
-    own = [n for n, _ in module.named_parameters() if not n.startswith("base_layer.")]
-    strange = [n for n in own if not n.startswith(("lora_A.", "lora_B.")) or not n.endswith(".weight")]
-    if strange:
-        raise Unfit(f"{name} has another adapter than plain LoRA: {strange[0]}")
-    active = [] if module.disable_adapters else [key for key in module.active_adapters if key in module.lora_A]
-    if active and not getattr(module, "cast_input_dtype_enabled", True):
-        raise Unfit(f"{name} does not cast its adapter's input")
-    found = [Adapter(f"{name}.lora_A.{key}.weight", f"{name}.lora_B.{key}.weight",
-                     module.lora_A[key].out_features // getattr(module, "num_experts", 1), float(module.scaling[key]),
-                     type(module).__name__ != "Linear") for key in active]
-    return found, [f"{name}.{n}" for n in own]
-
-
 def unwrapped(layer: nn.Module, name: str, *kinds: str) -> tuple[list[str], list[tuple[Any, Adapter]], list[str]]:
     """Names of PEFT's wrappers of these kinds around a module, and last its own; what their adapters add, each with its
-    wrapper; and the names of all that adapters have. Unfit where they are no plain LoRA."""
+    wrapper; and the names of all parameters that adapters have, those that are not in use among them. Unfit where they
+    are no plain LoRA."""
     modules, adapters, names = [name], [], []
-    while hasattr(wrapper := child(layer, modules[-1]), "lora_A") and type(wrapper).__name__ in kinds \
-            and type(wrapper).__module__.startswith("peft.tuners.lora."):
-        found, own = _lora(modules[-1], wrapper)
-        adapters += [(wrapper, adapter) for adapter in found]
-        names += own
-        modules.append(f"{modules[-1]}.base_layer")
+    while hasattr(module := child(layer, modules[-1]), "lora_A") and type(module).__name__ in kinds \
+            and type(module).__module__.startswith("peft.tuners.lora."):
+        name = modules[-1]
+        if module.merged:
+            raise Unfit(f"{name} has adapters merged into it")
+        if getattr(module, "fan_in_fan_out", False) or any(module.lora_variant.values()):
+            raise Unfit(f"{name} has another adapter than plain LoRA")
+        own = [n for n, _ in module.named_parameters() if not n.startswith("base_layer.")]
+        strange = [n for n in own if not n.startswith(("lora_A.", "lora_B.")) or not n.endswith(".weight")]
+        if strange:
+            raise Unfit(f"{name} has another adapter than plain LoRA: {strange[0]}")
+        active = [] if module.disable_adapters else [key for key in module.active_adapters if key in module.lora_A]
+        if active and not getattr(module, "cast_input_dtype_enabled", True):
+            raise Unfit(f"{name} does not cast its adapter's input")
+        adapters += [(module, Adapter(
+            f"{name}.lora_A.{key}.weight", f"{name}.lora_B.{key}.weight",
+            module.lora_A[key].out_features // getattr(module, "num_experts", 1), float(module.scaling[key]),
+            type(module).__name__ != "Linear")) for key in active]
+        names += [f"{name}.{n}" for n in own]
+        modules.append(f"{name}.base_layer")
     return modules, adapters, names
 
 
