@@ -97,8 +97,9 @@ WRONG: dict[str, tuple[str, str, str, str]] = {
     "groups by their best expert": ("TopkRouter", "forward", ".topk(2, dim=-1)", ".topk(1, dim=-1)"),
 }
 SHARED = "into memory that other tensors share"
-REASONS = {"columns that overlap": SHARED, "columns of other columns": SHARED, "another scale": "template has its attention",
-           "columns that are not written": "template has its new_empty"}
+UNKNOWN = "no template has its slice(new_empty("          # of the attention's output
+REASONS = {"columns that overlap": SHARED, "columns of other columns": SHARED, "another scale": UNKNOWN,
+           "columns that are not written": UNKNOWN}
 FEW = ("a cache of something else", "columns that overlap", "weights of corrected scores")
 
 
@@ -119,7 +120,7 @@ def test_what_computes_something_else_runs_its_own_code(what: str) -> None:
     dense, sparse = model.model.layers
     changed(dense.self_attn if kind == "Attention" else sparse.mlp.gate, *change)
     model = stream(model)
-    model(**zoo.text_unpadded(0), use_cache=True).loss.backward()
+    model(**zoo.text_unpadded(0), use_cache=True)        # without a backward: some read memory that nobody wrote
     own, other = list(codes(model).values())[::1 if kind == "Attention" else -1]
     assert other == "template" and own.startswith("its own (") and REASONS.get(what, "") in own, own
 

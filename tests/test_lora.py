@@ -36,7 +36,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "all of llama": (LLAMA, {}),
     "some of qwen2": (lm("qwen2"), {"target_modules": ["q_proj", "v_proj", "up_proj"]}),
     "phi3, rank-stabilised": (lm("phi3"), {"use_rslora": True, "lora_alpha": 3}),
-    "qwen3, odd ranks": (lm("qwen3", head_dim=8), {"r": 3}),
+    "qwen3, odd ranks": (lm("qwen3", head_dim=8), {"r": 3, "lora_alpha": 2}),
     "llama with biases": (lm("llama", attention_bias=True, mlp_bias=True), {"target_modules": ["o_proj", "k_proj"]}),
     "granite": (lm("granite", embedding_multiplier=2.0, residual_multiplier=0.5), {"r": 5}),
     "norms trained too": (LLAMA, {"modules_to_save": ["input_layernorm"], "target_modules": ["q_proj", "down_proj"]}),
