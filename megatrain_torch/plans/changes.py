@@ -140,8 +140,14 @@ class _Search:
 
     def fits(self, changes: dict[str, Any]) -> bool:
         """Exactly. Of gradients that are kept nowhere, with the fewest buffers."""
-        lent = {"lent": 1} if changes.get("grads", self.wishes.grads) == "none" else {}
-        return self.tried(changes | lent).fits()
+        w, m, fleet = dataclasses.replace(self.wishes, **changes), self.problem.machine, self.wishes.fleet
+        # Planes alone that take more than both memories are known at once, where a search takes part of a second.
+        planes = sum(u.weights + u.masters + u.moments + u.gradients * (w.grads == "ram")
+                     for u in self.shape(w.states).units)
+        there = fleet.machines * (m.host_bytes - m.host_overhead_bytes) \
+            + fleet.count * (m.vram_bytes - m.vram_overhead_bytes)
+        lent = {"lent": 1} if w.grads == "none" else {}
+        return (w.nvme is not None or planes <= there) and self.tried(changes | lent).fits()
 
     def alone(self) -> dict[str, Any]:
         """Arguments of plan(), each of which alone fits, "vram" and "host" beyond the machine's too."""
