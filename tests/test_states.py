@@ -546,7 +546,7 @@ def test_no_moment_is_made_without_an_optimizer_or_behind_the_end(monkeypatch: p
             made.append(core.plane(*planes.popleft()))
             time.sleep(0.01)
 
-    monkeypatch.setattr(runtime, "_make", slowly)
+    monkeypatch.setattr(runtime, "_make_planes", slowly)
     model = mt.stream(nn.Sequential(*(nn.Linear(8, 8) for _ in range(50))), "cpu")
     x, rt = torch.randn(2, 8), runtime.runtime_of(model)
     model(x).sum().backward()

@@ -62,7 +62,8 @@ def find_runtime(module: nn.Module) -> Runtime | None:
     return ref() if ref is not None else None
 
 
-def _make(core: _core.Engine, planes: deque[tuple[int, int, int]]) -> None:
+def _make_planes(core: _core.Engine, planes: deque[tuple[int, int, int]]) -> None:
+    """On a thread of its own: who needs a plane that is being made waits for it (csrc/core/store.c, `map`)."""
     with contextlib.suppress(IndexError, MegatrainError, MemoryError):
         while True:
             core.plane(*planes.popleft())
@@ -164,7 +165,7 @@ class Runtime:
             self.room.states(self.core, together=False)
             self.states_chosen = True
             self._ahead.extend((r.unit, r.index, _core.PLANES[plane]) for r in trained for plane in r.moments)
-            self._maker = threading.Thread(target=_make, args=(self.core, self._ahead), name="mt-states")
+            self._maker = threading.Thread(target=_make_planes, args=(self.core, self._ahead), name="mt-states")
             self._maker.start()
 
     def make_no_more(self) -> None:

@@ -120,7 +120,7 @@ def stream_of(ranks: Ranks | None, module: nn.Module, device: str | torch.device
 
 
 @contextlib.contextmanager
-def _tracer_comes(rt: Runtime) -> Iterator[None]:
+def _importing_tracer(rt: Runtime) -> Iterator[None]:
     """Templates are proved by torch's tracer, which takes a second to import: weights are copied meanwhile."""
     thread = threading.Thread(target=importlib.import_module, args=("torch._dynamo.backends.debugging",))
     if comes := rt.is_cuda and rt.compute != "eager":
@@ -171,7 +171,7 @@ def _stream(ranks: Ranks | None, module: nn.Module, device: str | torch.device |
     try:
         with as_one(ranks):
             declare(rt, wanted, choices)
-        with _tracer_comes(rt):                  # from here on the model changes; nothing is checked any more
+        with _importing_tracer(rt):                  # from here on the model changes; nothing is checked any more
             fill(rt, groups, origins, masters)
         with torch._C.DisableTorchFunctionSubclass():        # nothing is under way that a parameter waits for
             room.let_go()
