@@ -171,7 +171,7 @@ class AttentionHalf(Half):
         """Of attention's output, [B, S, hq, V]."""
         do = self.output_grad(dh, k, grads)
         self.o.weight_grads(do, k.out.reshape(len(do), -1), grads)
-        return self.o.input_grad(do, grads.w).view(k.out.shape)
+        return self.o.input_grad(do, grads).view(k.out.shape)
 
 
 # ---- one product for q, k and v --------------------------------------------------------------------
@@ -391,6 +391,6 @@ class LatentAttention(AttentionHalf):
     def _up_backward(self, up: Linears, norm: Norm, dy: Tensor, columns: slice, k: Kept, name: str, dfirst: Tensor,
                      grads: Grads) -> None:
         """Of y = up(norm(columns of k.qkv)), name: of that norm's 1/rms. Their gradient goes to those of dfirst."""
-        _, low = norm.backward(up.input_grad(dy, grads.w), k.qkv[:, columns], k.inner[name], grads, rebuild=True,
+        _, low = norm.backward(up.input_grad(dy, grads), k.qkv[:, columns], k.inner[name], grads, rebuild=True,
                                out=dfirst[:, columns])
         up.weight_grads(dy, low, grads)

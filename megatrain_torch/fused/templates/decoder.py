@@ -234,7 +234,7 @@ class GatedMLP(Half):
             if self.norm_out and k.last is None:
                 self.added(h, self.down, w.gated(self.down.weights, k.gu, self.act), w, k)
         dd = self.output_grad(dy, k, grads)
-        dact = self.down.input_grad(dd, w)
+        dact = self.down.input_grad(dd, grads)
         if grads.wanted.isdisjoint(self.gu.biases):      # nothing but the products reads these: codes alone will do
             dgu, act = w.gated_grads(self.gu.weights, self.down.weights, dact, k.gu, self.act,
                                      None if self.norm_in else h)

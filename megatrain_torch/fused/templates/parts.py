@@ -331,12 +331,13 @@ class Linears:
                 self.beside.append((slice(rank, rank + a.rank), slice(begin, begin + rows), a))
                 rank += a.rank
             begin += rows
+        self._scale = self.beside[0][2].scale if len({a.scale for *_, a in self.beside}) == 1 else None
         self._downs, self._ranks = tuple(a.a for *_, a in self.beside), tuple(a.rank for *_, a in self.beside)
 
     def forward(self, x: Tensor, w: Weights) -> Tensor:
         y = w.product(self.weights, x, self.biases)
         if self.beside:
-            t = self._inner(x, w)
+            t = self._scaled(torch.mm(x, self._down(w, x.dtype).t()))
             for ranks, columns, a in self.beside:
                 y[:, columns].addmm_(t[:, ranks], w[a.b].to(x.dtype).t())
         return y
@@ -347,40 +348,49 @@ class Linears:
             return torch.add(base, self.forward(x, w), alpha=factor)
         return w.product(self.weights, x, (), base, factor)
 
-    def input_grad(self, dy: Tensor, w: Weights) -> Tensor:
-        dx = w.input_grad(self.weights, dy)
-        return dx.addmm_(self._outer(dy, w), self._down(w, dy.dtype)) if self.beside else dx
+    def input_grad(self, dy: Tensor, grads: Grads) -> Tensor:
+        dx = grads.w.input_grad(self.weights, dy)
+        return dx.addmm_(*self._outer(dy, grads)) if self.beside else dx
 
     def weight_grads(self, dy: Tensor, x: Tensor, grads: Grads) -> None:
         if not grads.wanted.isdisjoint(self.weights):
             grads.product(self.weights, self.rows, dy, x)
         if not grads.wanted.isdisjoint(self.biases):
             grads.put(self.biases, self.rows, ops.column_sum(dy))
-        if not grads.wanted.isdisjoint(self._downs):
-            grads.product(self._downs, self._ranks, self._outer(dy, grads.w), x)
-        if ups := [one for one in self.beside if one[2].b in grads.wanted]:
-            t = self._inner(x, grads.w)
-            for ranks, columns, a in ups:
-                grads.product((a.b,), (columns.stop - columns.start,), dy[:, columns], t[:, ranks])
+        if self._learn(grads):
+            dt, down = self._outer(dy, grads)
+            if not grads.wanted.isdisjoint(self._downs):
+                grads.product(self._downs, self._ranks, dt, x)
+            t = self._scaled(torch.mm(x, down.t()))
+            for ranks, columns, a in self.beside:
+                if a.b in grads.wanted:
+                    grads.product((a.b,), (columns.stop - columns.start,), dy[:, columns], t[:, ranks])
 
-    # t, and dt, of all adapters, by way of their A [sum of ranks, K].
+    def _learn(self, grads: Grads) -> bool:
+        return any(not grads.wanted.isdisjoint((a.a, a.b)) for *_, a in self.beside)
 
     def _down(self, w: Weights, dtype: torch.dtype) -> Tensor:
+        """A [sum of ranks, K] of all adapters."""
         return torch.cat([w[n].to(dtype) for n in self._downs])
 
-    def _inner(self, x: Tensor, w: Weights) -> Tensor:
-        return self._scaled(torch.mm(x, self._down(w, x.dtype).t()))
-
-    def _outer(self, dy: Tensor, w: Weights) -> Tensor:
+    def _outer(self, dy: Tensor, grads: Grads) -> tuple[Tensor, Tensor]:
+        """dt, and A. input_grad and weight_grads want them of the same dy: whoever is first leaves them to the other."""
+        of, *found = grads.outer.pop(self, (None,))
+        if of is dy:
+            return tuple(found)
         dt = torch.empty(dy.shape[0], sum(self._ranks), dtype=dy.dtype, device=dy.device)
         for ranks, columns, a in self.beside:
-            torch.mm(dy[:, columns], w[a.b].to(dy.dtype), out=dt[:, ranks])
-        return self._scaled(dt)
+            torch.mm(dy[:, columns], grads.w[a.b].to(dy.dtype), out=dt[:, ranks])
+        found = self._scaled(dt), self._down(grads.w, dy.dtype)
+        if self._learn(grads):
+            grads.outer[self] = dy, *found
+        return found
 
     def _scaled(self, t: Tensor) -> Tensor:
+        if self._scale is not None:          # one for all
+            return t if self._scale == 1.0 else t.mul_(self._scale)
         for ranks, _, adapter in self.beside:
-            if adapter.scale != 1.0:
-                t[:, ranks].mul_(adapter.scale)
+            t[:, ranks].mul_(adapter.scale)
         return t
 
 
@@ -484,7 +494,7 @@ class Half:
                    a: Tensor | None = None) -> Tensor:
         """dx from d, the gradient of what the first products give, and dy, the residual's own. a: norm_in(x), where it
         is there; else it is made again."""
-        da = first.input_grad(d, grads.w)
+        da = first.input_grad(d, grads)
         if self.norm_in is None:
             dx, a = da.add_(dy), x
         else:

@@ -111,11 +111,13 @@ def glu_grads(dh: Tensor, gu: Tensor, act: int) -> tuple[Tensor, Tensor]:
 
 
 class Grads(dict[str, Tensor]):
-    """Gradients of weights `w` by name; `wanted`: whose are asked for."""
+    """Gradients of weights `w` by name; `wanted`: whose are asked for. outer: what layers' functions leave for each
+    other (parts.Linears)."""
 
     def __init__(self, w: Weights, wanted: Iterable[str]) -> None:
         super().__init__()
         self.w, self.wanted = w, frozenset(wanted)
+        self.outer: dict[Any, tuple[Tensor, ...]] = {}
 
     def put(self, names: tuple[str, ...], rows: tuple[int, ...], joint: Tensor) -> None:
         for name, part in zip(names, joint.split(rows)):
