@@ -120,19 +120,9 @@ def stream_of(ranks: Ranks | None, module: nn.Module, device: str | torch.device
 
 
 @contextlib.contextmanager
-def _warming(rt: Runtime, config: Any) -> Iterator[None]:
-    """While weights are copied a thread does what the first step would wait for: it imports torch's tracer, by which
-    templates are proved, and loads kernels, which the driver reads from its libraries when they are first launched."""
-    def warm() -> None:
-        importlib.import_module("torch._dynamo.backends.debugging")
-        heads = getattr(config, "num_attention_heads", None) or 1
-        size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 64 * heads) // heads
-        for dtype in (torch.float32, torch.bfloat16):        # a trial compares with a layer in fp32
-            x = torch.zeros(1, 2, 64, size, device=rt.device, dtype=dtype, requires_grad=True)
-            y = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True).flatten(0, 2)
-            torch.autograd.grad((torch.nn.functional.silu(y) @ y.t()).float().square().mean(), x)
-
-    thread = threading.Thread(target=warm)
+def _importing_tracer(rt: Runtime) -> Iterator[None]:
+    """Templates are proved by torch's tracer, which takes a second to import: weights are copied meanwhile."""
+    thread = threading.Thread(target=importlib.import_module, args=("torch._dynamo.backends.debugging",))
     if comes := rt.is_cuda and rt.compute != "eager":
         thread.start()
     yield
@@ -181,8 +171,7 @@ def _stream(ranks: Ranks | None, module: nn.Module, device: str | torch.device |
     try:
         with as_one(ranks):
             declare(rt, wanted, choices)
-        with _warming(rt, getattr(module, "config", None)):
-            # From here on the model changes; nothing is checked any more.
+        with _importing_tracer(rt):                  # from here on the model changes; nothing is checked any more
             fill(rt, groups, origins, masters)
         with torch._C.DisableTorchFunctionSubclass():        # nothing is under way that a parameter waits for
             room.let_go()

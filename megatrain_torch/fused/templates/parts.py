@@ -374,7 +374,7 @@ class Linears:
         return torch.cat([w[n].to(dtype) for n in self._downs])
 
     def _outer(self, dy: Tensor, grads: Grads) -> tuple[Tensor, Tensor]:
-        """dt, and A. input_grad and weight_grads want them of the same dy: whoever is first leaves them to the other."""
+        """dt, and A. input_grad and weight_grads want them of the same dy: the first leaves them to the other."""
         of, *found = grads.outer.pop(self, (None,))
         if of is dy:
             return tuple(found)
