@@ -41,6 +41,8 @@ def test_a_long_kernel_is_warned_of_and_one_that_hangs_ends_the_wait() -> None:
     stream = torch.cuda.current_stream().cuda_stream
     names = r"compute, unit layers\.0 waits for its gradients' kernels \(the event GRAD\)"
 
+    engine.offload(unit, [(0, grad.data_ptr(), 0, False)], stream)       # the first takes its time
+    engine.wait_grads(unit)
     engine.watchdog(0.5)
     torch.cuda._sleep(3_000_000_000)
     with pytest.warns(RuntimeWarning, match=names):
