@@ -9,8 +9,10 @@ import gc
 import io
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import doors
@@ -22,7 +24,7 @@ from between import assert_equal
 from parity import LONG, assert_same
 from test_adamw import Dots, assert_all_same, dots, everything, fed, feed, grads_for, plain_dots
 from torch import Tensor, nn
-from zoo import update
+from zoo import Chain, update
 
 import megatrain_torch as mt
 from megatrain_torch import _core
@@ -556,3 +558,31 @@ def test_no_moment_is_made_without_an_optimizer_or_behind_the_end(monkeypatch: p
     assert begun.wait(60)
     mt.unstream(model)
     assert not rt._maker.is_alive() and len(made) < 200
+
+
+def test_moments_are_made_of_parameters_that_an_optimizer_has_and_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "AHEAD", 1)
+    alive: list[bool] = []
+    own = runtime._make_planes
+
+    def slowly(core: Any, planes: Any) -> None:
+        alive.append(len([t for t in threading.enumerate() if t.name == "mt-states"]) > 1)
+        time.sleep(0.1)
+        own(core, planes)
+
+    monkeypatch.setattr(runtime, "_make_planes", slowly)
+    model = mt.stream(Chain(*(nn.Linear(64, 64, bias=False) for _ in range(6))), "cpu")
+    x, rt = torch.randn(2, 64), runtime.runtime_of(model)
+    for first in (0, 1):                         # the second comes while the first one's are made
+        opt = mt.AdamW(model.layers[first].parameters())
+        model(x)
+    rt._maker.join()
+    assert alive == [False, False] and rt.core.host_bytes(_core.PLANES["M"]) <= 2 * 64 * 64 * 4
+    assert not opt.state
+
+
+def test_a_process_that_ends_makes_no_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    main, made = threading.Thread(), []
+    monkeypatch.setattr(threading, "main_thread", lambda: main)      # which is not alive
+    runtime._make_planes(SimpleNamespace(plane=lambda *at: made.append(at)), deque([(0, 0, 0)]))
+    assert not made

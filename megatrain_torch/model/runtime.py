@@ -63,9 +63,10 @@ def find_runtime(module: nn.Module) -> Runtime | None:
 
 
 def _make_planes(core: _core.Engine, planes: deque[tuple[int, int, int]]) -> None:
-    """On a thread of its own: who needs a plane that is being made waits for it (csrc/core/store.c, `map`)."""
+    """On a thread of its own: who needs a plane that is being made waits for it (csrc/core/store.c, `map`). A process
+    that ends waits for the thread, which ends with the main one."""
     with contextlib.suppress(IndexError, MegatrainError, MemoryError):
-        while True:
+        while threading.main_thread().is_alive():
             core.plane(*planes.popleft())
 
 
@@ -81,7 +82,7 @@ class Runtime:
         self.unit_names: list[str] = []
         self.wholes: list[list[Whole]] = []                  # by unit: weights of codes
         self.all_windows: list[weakref.ref[Window]] = []     # modules have them, and they have this
-        self.served = False                                  # by an mt.AdamW, whose states are not begun
+        self.served: set[Record] = set()                     # by an mt.AdamW, and no pass has recorded since
         self._ahead: deque[tuple[int, int, int]] = deque()   # planes that `_maker` is still to make
         self._maker: threading.Thread | None = None
         self.states, self.states_chosen = "fp32", False      # format of AdamW's, and whether somebody chose it
@@ -154,13 +155,14 @@ class Runtime:
         self.handover.alive.clear()          # compute has waited for every copy
         self.homes.arrivals.leave()
 
-    def _make_states(self) -> None:
+    def _make_states(self, served: set[Record]) -> None:
         """AdamW's moments are made on a thread, as far as that goes, where the first step would wait long for their
         pages. A moment that is not there by then is made by that step, which tells what is wrong."""
-        trained = [r for r in self.records if r.trainable and r.numel]
+        trained = [r for r in self.records if r in served and r.trainable and r.numel]
         movable = self.planning is not None and self.planning.choices.disk is not None   # they may go to a file yet
         if movable or sum(r.numel for r in trained) < AHEAD:
             return
+        self.make_no_more()                  # another optimizer was there before
         with contextlib.suppress(MegatrainError):
             self.room.states(self.core, together=False)
             self.states_chosen = True
@@ -258,8 +260,8 @@ class Runtime:
             if self.planning is not None:
                 self.planning.pass_begins(args, kwargs)
             if self.served and (self.planning is None or not self.planning.pending):
-                self.served = False
-                self._make_states()
+                served, self.served = self.served, set()
+                self._make_states(served)
         self.trace.pass_begins()
         self.delivery.look()
         self.core.begin(self.delivery.shards and torch.is_grad_enabled())

@@ -180,10 +180,10 @@ class AdamW(torch.optim.Optimizer):
             if rt is not self._served:
                 if rt.planning is not None:
                     rt.planning.adam = True
-                rt.served = True
                 if rt.planning is None or not rt.planning.pending:       # else the plan to come asks
                     rt.room.states(rt.core)
             self._served = rt
+            rt.served.update(p._mt for p in params if isinstance(p, StreamedParameter) and not self.state.get(p))
             if self._in_backward:
                 rt.handover.observer = weakref.ref(self)     # the model tells of its gradients in backward
         for p in params:
