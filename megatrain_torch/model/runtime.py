@@ -82,7 +82,7 @@ class Runtime:
         self.unit_names: list[str] = []
         self.wholes: list[list[Whole]] = []                  # by unit: weights of codes
         self.all_windows: list[weakref.ref[Window]] = []     # modules have them, and they have this
-        self.served: set[Record] = set()                     # by an mt.AdamW, and no pass has recorded since
+        self.served: set[Record] = set()                     # by an mt.AdamW, and no pass has begun since
         self._ahead: deque[tuple[int, int, int]] = deque()   # planes that `_maker` is still to make
         self._maker: threading.Thread | None = None
         self.states, self.states_chosen = "fp32", False      # format of AdamW's, and whether somebody chose it
