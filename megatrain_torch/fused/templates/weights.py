@@ -35,7 +35,7 @@ class Weights:
         self._joint: dict[tuple[str, ...], Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.by_name[name]
+        return self.joint((name,))
 
     def joint(self, names: tuple[str, ...]) -> Tensor:
         """The rows of all of them, one below the other; a view where they are neighbours."""
@@ -181,9 +181,6 @@ class Expanded(Weights):
         """dtype: of the layer's weights."""
         self.by_name, self._make, self._joint = w.by_name, w._make, w._joint
         self._codings, self._dtype = codings, dtype
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.joint((name,))
 
     def experts(self, name: str, which: range) -> tuple[Tensor, bool]:
         return self[name], name in self._codings
