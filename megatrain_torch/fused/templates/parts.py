@@ -192,8 +192,8 @@ def dtype_of(layer: nn.Module, codings: dict[str, Coding]) -> torch.dtype:
 
 
 class Norm:
-    """A module that is an RMSNorm in one of transformers' ways of applying its weight. With fp32 weights in a 16-bit layer
-    (GPT-OSS as it is loaded) it is by ops.rms_norm's formulas, in torch's passes."""
+    """A module that is an RMSNorm in one of transformers' ways of applying its weight. With fp32 weights in a 16-bit
+    layer (GPT-OSS as it is loaded) it is by ops.rms_norm's formulas, in torch's passes."""
 
     def __init__(self, layer: nn.Module, name: str) -> None:
         module = child(layer, name)
