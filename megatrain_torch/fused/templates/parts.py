@@ -220,20 +220,18 @@ class Norm:
                  rebuild: bool = False, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """dx + add; and y again, where that is asked for (`rebuild`)."""
         weight = grads.w[self.weight]
-        backward = _wide_norm_backward if weight.dtype != s.dtype else ops.rms_norm_backward
-        dx, dw, y = backward(dy, s, weight, rstd, self.style, add, rebuild, dx=out)
+        if weight.dtype == s.dtype:
+            dx, dw, y = ops.rms_norm_backward(dy, s, weight, rstd, self.style, add, rebuild, dx=out)
+        else:
+            weight, hat, dy = weight + (self.style == ops.ONE_PLUS), s.float() * rstd.unsqueeze(-1), dy.float()
+            dw, g = ops.column_sum((dy * hat).flatten(0, -2)), dy * weight
+            y = (hat * weight).to(s.dtype) if rebuild else None
+            dx = rstd.unsqueeze(-1) * (g - hat * (g * hat).mean(-1, keepdim=True))
+            dx = (dx if add is None else dx + add).to(s.dtype)
+            dx = dx if out is None else out.copy_(dx)
         if self.weight in grads.wanted:
             grads[self.weight] = dw
         return dx, y
-
-
-def _wide_norm_backward(dy: Tensor, s: Tensor, weight: Tensor, rstd: Tensor, style: int, add: Tensor | None,
-                        rebuild: bool, *, dx: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    weight, hat, dy = weight + (style == ops.ONE_PLUS), s.float() * rstd.unsqueeze(-1), dy.float()
-    dw, y, g = ops.column_sum((dy * hat).flatten(0, -2)), (hat * weight).to(s.dtype) if rebuild else None, dy * weight
-    found = rstd.unsqueeze(-1) * (g - hat * (g * hat).mean(-1, keepdim=True))
-    found = (found if add is None else found + add).to(s.dtype)
-    return found if dx is None else dx.copy_(found), dw, y
 
 
 # ---- linear layers: plain, of weights that are codes, with LoRA beside them ----------------------------
