@@ -426,6 +426,7 @@ def _mean(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
             x = F.linear(some, weight, bias)
             x = x if cap is None else x.mul_(scale).tanh_()          # fp32 copies are more than a loss has
             total += x.sum(dtype=torch.float32) * (scale if cap is None else cap)
+            del x                                        # before the next ones are made
         return (total / d.numel()).to(d.dtype)
 
 
