@@ -175,8 +175,15 @@ def same_as_plain(build: Build, batch: Batch, keep: str = "saved", engine: dict[
     """All layers run by templates, and train as plain torch does."""
     run = fused(build, batch, keep, engine, **options)
     all_fused(run.codes)
-    agree(plain(build, batch, **options), run)
+    agree(plain(build, batch, **options) if options else truth(build, batch), run)
     return run
+
+
+def own_as_plain(build: Build, batch: Batch, why: str) -> None:
+    """No layer runs by a template, for this reason, and all train as plain torch does."""
+    run = fused(build, batch)
+    none_fused(run.codes, why)
+    agree(truth(build, batch), run)
 
 
 def grads_of(model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor | None]:

@@ -192,10 +192,11 @@ def early_stopping(case: Case, folder: Path) -> Made:
     return [*logged(t), t.state.global_step, t.state.best_metric, t.evaluate()["eval_loss"]], values(t.model)
 
 
-def resume(case: Case, folder: Path) -> Made:
-    """Five steps, and five more by another Trainer with another model, from the checkpoint."""
+def resume(case: Case, folder: Path, first: Case | None = None) -> Made:
+    """Five steps, and five more by another Trainer with another model, from its checkpoint. first: that is of another case."""
     args = dict(save_strategy="steps", save_steps=5)
-    trainer(case.model(), folder, **args).train()
+    with on_the_host() if first is not None and case.kind == "eager" else contextlib.nullcontext():
+        trainer((first or case).model(), folder, **args).train()
     t = trainer(case.model(), folder, **args)
     t.train(resume_from_checkpoint=str(folder / "checkpoint-5"))
     return logged(t), values(t.model)
@@ -203,13 +204,7 @@ def resume(case: Case, folder: Path) -> Made:
 
 def resume_elsewhere(case: Case, folder: Path) -> Made:
     """A plain run's checkpoint goes on streamed: what is in it is what a plain run would have written."""
-    plain = Case("plain" if case.streamed else case.kind, case.device)
-    args = dict(save_strategy="steps", save_steps=5)
-    with on_the_host() if case.kind == "eager" else contextlib.nullcontext():
-        trainer(plain.model(), folder, **args).train()
-    t = trainer(case.model(), folder, **args)
-    t.train(resume_from_checkpoint=str(folder / "checkpoint-5"))
-    return logged(t), values(t.model)
+    return resume(case, folder, Case("plain" if case.streamed else case.kind, case.device))
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:

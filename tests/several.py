@@ -23,6 +23,7 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -340,11 +341,8 @@ def refused(rank: int, group: Any, what: str) -> str:
         model.head.requires_grad_(False)
     asked = {"homes": {"plan": {"homes": "disk+weights"}, "nvme": tempfile.gettempdir()}, "grads": {"plan": {"grads": "none"}},
              "host": {"host": "1KiB"} if odd else {}}.get(what, {})
-    try:
-        mt.stream(model, "cpu", group=group, reduce="max" if what == "reduce" and odd else "mean", **asked)
-    except mt.MegatrainError as error:
-        return str(error)
-    return ""
+    reduce = "max" if what == "reduce" and odd else "mean"
+    return refusal(lambda: mt.stream(model, "cpu", group=group, reduce=reduce, **asked), "")
 
 
 def memory(rank: int, group: Any, dtype: torch.dtype = torch.float32) -> tuple[int, int]:
@@ -688,6 +686,15 @@ def _state(model: nn.Module, opt: Any) -> dict[str, str]:
     for p, state in opt.state.items():
         noted.update((f"{key} {named[p]}", digest(value)) for key, value in state.items() if isinstance(value, Tensor))
     return noted
+
+
+def refusal(call: Callable[[], Any], otherwise: str = "it was not refused") -> str:
+    """What a call is refused with."""
+    try:
+        call()
+    except (mt.MegatrainError, OSError) as error:
+        return str(error)
+    return otherwise
 
 
 def digest(t: Tensor | None) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from several import digest
+from several import digest, refusal
 from torch import nn
 from zoo import update
 
@@ -89,12 +89,8 @@ def read_from_a_checkpoint(rank: int, group: Any, folder: str, states: str, part
             raise mt.MegatrainError("a block is another")
         own(file, sums, threads)
 
-    said = ""
-    try:
-        with mock.patch.object(_core, "read_file", counted):
-            mt.load(model, opt, folder)
-    except mt.MegatrainError as error:
-        said = str(error)
+    with mock.patch.object(_core, "read_file", counted):
+        said = refusal(lambda: mt.load(model, opt, folder), "")
     mt.unstream(model)
     return *found, said
 

@@ -68,11 +68,17 @@ def assert_has(folder: Path, want: dict[str, Tensor]) -> None:
     parity.assert_same(want, everything(*other))
 
 
-def saved_and_trained_on(folder: Path) -> tuple[Pair, dict[str, Tensor]]:
-    pair = train(make(folder), 0, 1)
-    mt.save(*pair, folder / "c")
+@pytest.fixture
+def saved(tmp_path: Path) -> Iterator[Pair]:
+    """One that was saved and trained on. The test's own save fails: it leaves the one before, and holds nothing back."""
+    pair = train(make(tmp_path), 0, 1)
+    mt.save(*pair, tmp_path / "c")
     want = everything(*pair)
-    return train(pair, 1, 2), want
+    yield train(pair, 1, 2)
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+    train(pair, 2, 3)
+    assert_has(tmp_path, want)
+    mt.save(*pair, tmp_path / "c")
 
 
 # ---- the same bits ----
@@ -415,22 +421,17 @@ def test_what_to_do_is_told_when_the_store_is_lost(tmp_path: Path) -> None:
             call()
 
 
-def test_failed_save_leaves_the_one_before_and_says_so(tmp_path: Path) -> None:
+def test_failed_save_leaves_the_one_before_and_says_so(saved: Pair, tmp_path: Path) -> None:
     """The disk's part is played by RLIMIT_FSIZE."""
-    pair, want = saved_and_trained_on(tmp_path)
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, old[1]))
     try:
         with pytest.raises(mt.MegatrainError, match="File too large"):
-            mt.save(*pair, tmp_path / "c")
+            mt.save(*saved, tmp_path / "c")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
         signal.signal(signal.SIGXFSZ, handler)
-    assert [p.name for p in tmp_path.iterdir()] == ["c"]
-    train(pair, 2, 3)                                            # nothing is held back
-    assert_has(tmp_path, want)
-    mt.save(*pair, tmp_path / "c")
 
 
 def test_failure_behind_the_callers_back_reaches_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,15 +458,11 @@ def interrupt(*_: int) -> None:
     raise KeyboardInterrupt
 
 
-def test_interrupted_save_stays_an_interruption_and_leaves_the_one_before(tmp_path: Path) -> None:
-    pair, want = saved_and_trained_on(tmp_path)
+def test_interrupted_save_stays_an_interruption_and_leaves_the_one_before(saved: Pair, tmp_path: Path) -> None:
     for owner, name in ((checkpoint.Saving, "_follow"), (checkpoint, "held_by")):
         with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr(owner, name, interrupt)
-            mt.save(*pair, tmp_path / "c")
-    assert [p.name for p in tmp_path.iterdir()] == ["c"]
-    train(pair, 2, 3)                                            # nothing is held back
-    assert_has(tmp_path, want)
+            mt.save(*saved, tmp_path / "c")
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -676,8 +673,9 @@ def test_failure_behind_the_new_name_is_told_and_both_are_left(tmp_path: Path, a
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
 
 
-def test_failure_between_two_renames_gives_the_name_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (pair, want), rename = saved_and_trained_on(tmp_path), os.rename
+def test_failure_between_two_renames_gives_the_name_back(saved: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                         ) -> None:
+    rename = os.rename
 
     def failing(one: Path, other: Path) -> None:
         if ".tmp-" in one.name:
@@ -688,9 +686,7 @@ def test_failure_between_two_renames_gives_the_name_back(tmp_path: Path, monkeyp
         patched.setattr(manifest, "_exchange", lambda one, other: False)
         patched.setattr(os, "rename", failing)
         with pytest.raises(mt.MegatrainError, match=r"as it was: .*Permission denied"):
-            mt.save(*pair, tmp_path / "c")
-    assert [p.name for p in tmp_path.iterdir()] == ["c"]
-    assert_has(tmp_path, want)
+            mt.save(*saved, tmp_path / "c")
 
 
 # ---- what was put beside a checkpoint, or taken out of a model ----

@@ -5,14 +5,13 @@ import importlib.util
 import json
 import shutil
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import parity
 import pytest
 import torch
-from test_cli import TEXT, bytes_tokenizer, lines, megatrain, refused
+from test_cli import TEXT, bytes_tokenizer, lines, megatrain, refused, threads  # noqa: F401
 from torch import Tensor
 
 import megatrain_torch as mt
@@ -31,13 +30,6 @@ SHAPE = {"vocab_size": 257, "hidden_size": 128, "intermediate_size": 256, "num_h
 ASKED = "r=4,alpha=8,targets=all,dropout=0.1"
 HAS_BNB = importlib.util.find_spec("bitsandbytes") is not None
 BNB = pytest.mark.skipif(not HAS_BNB, reason="the extra `bases` has it; test_bases_apart.py")
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 # ---- what is asked for ---------------------------------------------------------------------------

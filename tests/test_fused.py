@@ -83,9 +83,7 @@ ELSEWHERE = {"mistral", "ministral", "vaultgemma"}
     pytest.param(*case, marks=parity.LONG if i % 4 or case[0] in ELSEWHERE else ())
     for i, case in enumerate(fusing.combinations(FAMILIES, BATCHES))])
 def test_a_fused_family_trains_as_plain_torch(family: str, keep: str, batch: str) -> None:
-    run = fused(FAMILIES[family], BATCHES[batch], keep)
-    all_fused(run.codes)
-    fusing.agree(fusing.truth(FAMILIES[family], BATCHES[batch]), run)
+    fusing.same_as_plain(FAMILIES[family], BATCHES[batch], keep)
 
 
 @parity.LONG
@@ -468,10 +466,7 @@ def test_outputs_that_transformers_collects_are_right(which: str) -> None:
 
 
 def test_dropout_keeps_the_layers_own_code() -> None:
-    dropping = lm("llama", attention_dropout=0.1)
-    run = fused(dropping, padded)
-    none_fused(run.codes, "drops out")
-    fusing.agree(fusing.plain(dropping, padded), run)
+    fusing.own_as_plain(lm("llama", attention_dropout=0.1), padded, "drops out")
 
 
 def test_autocast_to_the_weights_own_type_changes_nothing() -> None:
@@ -571,10 +566,7 @@ WRONG = {
 @pytest.mark.parametrize("what", WRONG)
 def test_a_wrong_template_is_refused_and_the_model_still_trains(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*WRONG[what]())
-    run = fused(FAMILIES["qwen3"], padded)
-    monkeypatch.undo()
-    none_fused(run.codes, "is off from fp32 by")
-    fusing.agree(fusing.truth(FAMILIES["qwen3"], padded), run)
+    fusing.own_as_plain(FAMILIES["qwen3"], padded, "is off from fp32 by")
 
 
 def test_a_layer_of_which_two_weights_are_one_parameter_says_which() -> None:
@@ -591,9 +583,7 @@ def test_a_template_that_fails_is_refused_and_the_model_still_trains(monkeypatch
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(ops, "glu_backward", fail)
-    run = fused(LLAMA, padded)
-    none_fused(run.codes, "the template fails: no such kernel")
-    fusing.agree(fusing.truth(LLAMA, padded), run)
+    fusing.own_as_plain(LLAMA, padded, "the template fails: no such kernel")
 
 
 # ---- gate and up in tiles of rows: as without, but for the order in which weight gradients are summed ----
@@ -619,9 +609,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     *(pytest.param(*case, marks=parity.LONG) for case in (("granite", "selective"), ("phi3", "attention+host")))])
 def test_a_layer_in_tiles_trains_as_plain_torch(family: str, keep: str, tiles: list[int]) -> None:
     """fusing.TOLERANCE: sums over 24 tokens in three parts, each rounded as torch rounds its own."""
-    run = fusing.fused(FAMILIES[family], padded, keep)
-    fusing.all_fused(run.codes)
-    fusing.agree(fusing.truth(FAMILIES[family], padded), run)
+    fusing.same_as_plain(FAMILIES[family], padded, keep)
     assert set(tiles[-30:]) == {ROWS}
 
 

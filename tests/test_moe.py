@@ -76,9 +76,7 @@ ELSEWHERE = {"mixtral", "flex_olmo", "qwen3_moe", "glm4_moe", "deepseek_v3_other
     pytest.param(*case, marks=parity.LONG if i % 2 or case[0] in ELSEWHERE else ())
     for i, case in enumerate(fusing.combinations(FAMILIES, BATCHES))])
 def test_a_fused_mixture_of_experts_trains_as_plain_torch(family: str, keep: str, batch: str) -> None:
-    run = fused(FAMILIES[family], BATCHES[batch], keep)
-    all_fused(run.codes)
-    fusing.agree(fusing.truth(FAMILIES[family], BATCHES[batch]), run)
+    fusing.same_as_plain(FAMILIES[family], BATCHES[batch], keep)
 
 
 @pytest.mark.parametrize("family", [pytest.param(f, marks=parity.LONG if i else ()) for i, f in enumerate(NEWER)])
@@ -134,9 +132,7 @@ def test_what_no_template_covers_says_why_and_trains(what: str) -> None:
 def test_router_logits_that_are_collected_keep_the_layers_own_code() -> None:
     """They leave the layer by a hook, and the auxiliary loss has a gradient through them."""
     build = lm("mixtral", **LOCAL, output_router_logits=True, router_aux_loss_coef=0.5)
-    run = fused(build, padded)
-    none_fused(run.codes, "hooks inside")
-    fusing.agree(fusing.plain(build, padded), run)
+    fusing.own_as_plain(build, padded, "hooks inside")
 
 
 # ---------------------------------------------------------------- numbers
@@ -435,10 +431,7 @@ WRONG = {
 @pytest.mark.parametrize("what", WRONG)
 def test_a_wrong_template_is_refused_and_the_model_still_trains(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*WRONG[what]())
-    run = fused(FAMILIES["qwen3_moe"], padded)
-    monkeypatch.undo()
-    none_fused(run.codes, "is off from fp32 by")
-    fusing.agree(fusing.truth(FAMILIES["qwen3_moe"], padded), run)
+    fusing.own_as_plain(FAMILIES["qwen3_moe"], padded, "is off from fp32 by")
 
 
 def test_a_trial_takes_the_choice_of_the_layers_own_router(monkeypatch: pytest.MonkeyPatch) -> None:

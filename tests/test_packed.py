@@ -46,9 +46,7 @@ def masks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("family, keep", [*((f, "saved") for f in FAMILIES), ("qwen3", "attention+host")])
 def test_packed_sequences_train_as_plain_torch_with_its_mask(family: str, keep: str, masks: list[int]) -> None:
-    run = fusing.fused(FAMILIES[family], row, keep)
-    fusing.all_fused(run.codes)
-    fusing.agree(fusing.plain(FAMILIES[family], row), run)
+    fusing.same_as_plain(FAMILIES[family], row, keep)
     looks = 2 * len(MAGNITUDES)              # at the first tokens and the last, once for all layers of a structure
     assert len(masks) == looks, "real masks were made for the looks at numbers alone"
 
@@ -60,9 +58,7 @@ def test_several_rows_with_the_same_positions_have_the_models_mask(rows: int, ma
         ids = zoo.tokens(zoo.generator(step), rows=rows, length=sum(LENGTHS))
         return {**row(step), "input_ids": ids, "labels": ids.masked_fill(row(step)["position_ids"] == 0, -100)}
 
-    run = fusing.fused(FAMILIES["llama"], several)
-    fusing.all_fused(run.codes)
-    fusing.agree(fusing.plain(FAMILIES["llama"], several), run)
+    fusing.same_as_plain(FAMILIES["llama"], several)
     assert not masks
 
 
@@ -84,9 +80,7 @@ def test_a_layer_that_runs_its_own_code_is_given_the_mask() -> None:
     {"attention_mask": torch.ones(1, 24, dtype=torch.long)}, {"use_cache": True}, {"position_ids": torch.arange(24)[None]}])
 def test_what_transformers_takes_for_one_sequence_is_one(change: dict[str, Any]) -> None:
     batch = lambda step: {**row(step), **change}  # noqa: E731
-    run = fusing.fused(FAMILIES["llama"], batch)
-    fusing.all_fused(run.codes)
-    fusing.agree(fusing.plain(FAMILIES["llama"], batch), run)
+    fusing.same_as_plain(FAMILIES["llama"], batch)
 
 
 def test_attention_by_sequences_is_attention_by_mask() -> None:

@@ -767,10 +767,9 @@ def test_a_change_after_the_first_step_is_followed(what: str, monkeypatch: pytes
     more = (monkeypatch,) if what == "a class's forward" else ()
     for m in (own, model):
         change(m.model.layers[1], *more) if m is own or not more else None
-    before, after = grads(own, batch), grads(model, batch)
-    names = {n.replace(".inner.", ".").replace("parametrizations.weight.original", "weight"): g for n, g in after.items()}
-    known = {n.replace(".inner.", ".").replace("parametrizations.weight.original", "weight"): g for n, g in before.items()}
-    fusing.grads_agree(known, {n: names[n] for n in known})
+    known, found = ({n.replace(".inner.", ".").replace("parametrizations.weight.original", "weight"): g
+                     for n, g in grads(m, batch).items()} for m in (own, model))
+    fusing.grads_agree(known, {n: found[n] for n in known})
 
 
 def test_a_head_that_is_tied_afterwards_is_followed() -> None:

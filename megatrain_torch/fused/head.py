@@ -150,12 +150,6 @@ class Curve(NamedTuple):
         shift = self.shift.to(weight.dtype)
         return shift if bias is None else bias + shift
 
-    def sum(self, x: Tensor) -> Tensor:
-        """Of all logits x, which have the shift, in fp32. Writes over x: fp32 copies are more than a loss has."""
-        if self.cap is None:
-            return x.sum(dtype=torch.float32) * self.scale
-        return x.mul_(self.scale).tanh_().sum(dtype=torch.float32) * self.cap
-
 
 # ---- one call of the head --------------------------------------------------------------------------
 
@@ -296,10 +290,9 @@ class DeferredLogits(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         follow = _FOLLOWED.get(func)
-        if follow is not None and type(args[0]) is cls and args[0]._values is None:
-            out = follow(args[0], func, args[1:], kwargs)
-            if out is not None:
-                return out
+        if follow is not None and type(args[0]) is cls and args[0]._values is None \
+                and (out := follow(args[0], func, args[1:], kwargs)) is not None:
+            return out
         # On the real tensors, below autograd, which records it for the deferred ones.
         deferred = [a for a in tree_leaves((args, kwargs)) if isinstance(a, cls)]
         reader = str(func.overloadpacket)
@@ -420,7 +413,7 @@ def _log_softmax(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _mean(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
     """Of all numbers, where it is a figure to be shown: rows at a time."""
-    logits, classes = d._logits, vocabulary_dim(d._form, d.vocabulary)
+    logits, classes, (scale, cap, *_) = d._logits, vocabulary_dim(d._form, d.vocabulary), d._curve
     if not logits.brief or kwargs or d._curve.normal or classes is None \
             or (torch.is_grad_enabled() and d.requires_grad):
         return None
@@ -430,7 +423,10 @@ def _mean(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
         bias, total = d._curve.shifted(weight, bias), torch.zeros((), dtype=torch.float64, device=d.device)
         rows, _ = _picked(logits.hidden.detach(), d.picked([i for i in range(d.dim()) if i != classes]))
         for some in rows.split(chunk_tokens(weight.shape[0], weight.element_size())):
-            total += d._curve.sum(F.linear(some, weight, bias))
+            x = F.linear(some, weight, bias)
+            x = x if cap is None else x.mul_(scale).tanh_()          # fp32 copies are more than a loss has
+            total += x.sum(dtype=torch.float32) * (scale if cap is None else cap)
+            del x                                        # before the next ones are made
         return (total / d.numel()).to(d.dtype)
 
 
@@ -507,12 +503,9 @@ class Loss(torch.autograd.Function):
             saved = dhidden, *(found[r] for r in ctx.records)
             if not graph_stays():
                 ctx.again = None                        # and the hidden states
-        elif graph_stays():
-            saved = [None if g is None else g * grad for g in saved]
-        else:                                           # nobody will ask for them again
-            for g in saved:
-                if g is not None:
-                    g.mul_(grad)
+        else:                                           # in place where nobody will ask for them again
+            times = torch.mul if graph_stays() else Tensor.mul_
+            saved = [None if g is None else times(g, grad) for g in saved]
         return None, None, None, None, None, saved[0], *ctx.window.runtime.handover.take(
             ctx.records, ctx.use, accumulators(ctx), tuple(saved[1:]))
 

@@ -66,9 +66,8 @@ def linear_cross_entropy(
         if wanted[1] and rows.shape[0] == tokens:        # the only chunk: rounded by the product itself
             dweight = torch.mm(logits.t(), rows)
         elif wanted[1]:
-            begun = dweight is not None
-            dweight = dweight if begun else torch.empty(weight.shape, dtype=torch.float32, device=rows.device)
-            ops.gemm_(dweight, logits.t(), rows, beta=float(begun))
+            dweight = torch.empty(weight.shape, dtype=torch.float32, device=rows.device) if dweight is None else dweight
+            ops.gemm_(dweight, logits.t(), rows, beta=float(first > 0))
         if wanted[2] and bias is not None:
             part = ops.column_sum(logits, torch.float32)
             dbias = part if dbias is None else dbias.add_(part)
@@ -85,15 +84,13 @@ def rounded_in_place(sums: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if sums.dtype == dtype:
         return sums
-    flat, n = sums.view(-1), sums.numel()
-    out = flat.view(dtype)
-    begin = min(n, FIRST_ROUNDED)
+    flat, begin = sums.view(-1), FIRST_ROUNDED
+    out = flat.view(dtype)[:len(flat)]
     out[:begin] = flat[:begin].clone()
-    while begin < n:
-        end = min(n, 2 * begin)
-        out[begin:end] = flat[begin:end]
-        begin = end
-    return out[:n].view(sums.shape)
+    while begin < len(flat):
+        out[begin:2 * begin] = flat[begin:2 * begin]
+        begin *= 2
+    return out.view(sums.shape)
 
 
 def chunk_tokens(vocabulary: int, item: int) -> int:

@@ -41,16 +41,12 @@ Run = tuple[Tensor, dict[str, Tensor]]       # output, and what has gradients: f
 @contextlib.contextmanager
 def put_in(methods: list[tuple[nn.Module, Any]], name: str = "forward") -> Iterator[None]:
     """Inside, modules have these forwards, or other attributes, in the place of what they have."""
-    before = [vars(m).get(name) for m, _ in methods]
-    for m, method in methods:
-        vars(m)[name] = method
-    try:
+    with contextlib.ExitStack() as stack:
+        for m, method in methods:
+            own = vars(m)
+            stack.callback(*((own.__setitem__, name, own[name]) if name in own else (own.pop, name, None)))
+            own[name] = method
         yield
-    finally:
-        for (m, _), own in zip(methods, before):
-            vars(m)[name] = own
-            if own is None:
-                del vars(m)[name]
 
 
 def plain_linears(fused: Any, weights: Any) -> list[tuple[nn.Module, Any]]:
@@ -241,7 +237,6 @@ def _errors(truth: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, flo
     half of the largest among them as well."""
     if missing := sorted(set(truth) ^ set(found)):
         raise Unfit(f"template and module differ in what has a gradient: {', '.join(missing)}")
-
     vectors = max([_rms(t) for t in truth.values() if t.dim() == 1], default=0.0)
     off: dict[str, float] = {}
     for name, t in truth.items():

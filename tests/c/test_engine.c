@@ -209,6 +209,7 @@ typedef struct engine {
     mt_disk     *d;
     char         dir[32];
     unsigned     settled, through, filed;
+    int          stopped;
     mt_slot_desc slots[SLOTS + UNITS];          /* the ring, then the settled units' */
     int          n_slots;
     source       source[SOURCES];
@@ -310,6 +311,9 @@ static void engine_open(engine *e, const config *c)
 
 static void engine_stop(engine *e)
 {
+    if (e->stopped)
+        return;
+    e->stopped = 1;
     mt_update_close(e->u);
     mt_through_close(e->h);
     mt_offload_close(e->o);
@@ -322,15 +326,6 @@ static void engine_stop(engine *e)
     mt_resident_close(e->r);
     (void)e->t.dev->ops->sync(e->t.run);
     mt_timeline_close(e->timeline);
-    e->u = NULL;
-    e->o = NULL;
-    e->s = NULL;
-    e->r = NULL;
-    e->h = NULL;
-    e->d = NULL;
-    e->file = NULL;
-    e->filed = 0;
-    e->timeline = NULL;
 }
 
 static void engine_close(engine *e)

@@ -555,6 +555,7 @@ typedef struct runner {
     mt_queue   *run, *h2d;
     char       *slot[UNITS];
     struct runner *all;          /* of several machines: every rank's */
+    void      (*script)(struct runner *r);
     mt_relay   *relay;
     pthread_t   thread, tells;
 } runner;
@@ -943,8 +944,9 @@ static void look_at_gradients(runner *r)
     }
 }
 
-static void submit(runner *r, unit_job *j, uint64_t *ticket)
+static uint64_t submit(runner *r, unit_job *j)
 {
+    uint64_t      ticket = 0;
     mt_update_job jobs[UNITS];
 
     for (int k = 0; k < UNITS; k++) {
@@ -958,7 +960,15 @@ static void submit(runner *r, unit_job *j, uint64_t *ticket)
                                    .run = update, .gradient = gradient, .compute = compute,
                                    .put = put, .arg = &j[u] };
     }
-    CHECK_OK(mt_update_submit(r->u, jobs, UNITS, r->plan->unclipped ? 0 : 0.5, r->run, ticket));
+    CHECK_OK(mt_update_submit(r->u, jobs, UNITS, r->plan->unclipped ? 0 : 0.5, r->run, &ticket));
+    return ticket;
+}
+
+static uint64_t submit_all(runner *r, unit_job *j)
+{
+    for (int u = 0; u < UNITS; u++)
+        hand_over(r, u, 0);
+    return submit(r, j);
 }
 
 /* One process notes what came; others compare. */
@@ -1015,7 +1025,7 @@ static void write_and_note(runner *r)
 static void one_step(runner *r)
 {
     unit_job jobs[UNITS], again[UNITS];
-    uint64_t ticket = 0;
+    uint64_t ticket;
     double   norm = 0;
     int      skipped = 0, n[UNITS] = { 0 };
     void    *stay[UNITS][64];
@@ -1038,9 +1048,9 @@ static void one_step(runner *r)
     for (int u = 0; u < UNITS; u++)
         if (is_settled(r, u) && (r->plan->guests >> u & 1))
             lift(r, u, stay[u], &n[u]);
-    submit(r, jobs, &ticket);
+    ticket = submit(r, jobs);
     if (r->plan->twice)
-        submit(r, again, &ticket);
+        ticket = submit(r, again);
     for (int u = 0; u < UNITS; u++)
         mt_offload_forget(r->o, u);
     check_fetched(r);
@@ -1066,10 +1076,8 @@ static void unsettle_all(runner *r)
     meet(r);
 }
 
-static void *go(void *arg)
+static void go(runner *r)
 {
-    runner *r = arg;
-
     if (r->fills)
         note_weights(r, 0);
     if (r->plan->settled)
@@ -1088,9 +1096,6 @@ static void *go(void *arg)
                 if ((KEPT >> p & 1) && (shapes[i].trainable || p == MT_PLANE_HI))
                     note_end(r, u, i, (mt_plane)p);
     }
-    if (r->plan->settled)
-        meet(r);                         /* others read what is on this one's device */
-    return NULL;
 }
 
 static void run_alone(const plan *p, outcome *out)
@@ -1102,7 +1107,7 @@ static void run_alone(const plan *p, outcome *out)
     alone.dawdle_us = alone.turned = alone.through = alone.look = alone.leaves = 0;
     alone.settled = alone.guests = 0;
     runner_open(&r, &alone, out, -1, 0);
-    (void)go(&r);
+    go(&r);
     runner_close(&r);
 }
 
@@ -1223,7 +1228,24 @@ static void crew_close(crew *c)
 
 #define CREW(c, p, want) CLOSED_BY(crew_close) crew c; crew_open(&c, p, want)
 
-static void run_threads(plan p, void *(*script)(void *))
+/* Others read what is on this one's device until all are through. */
+static void *play(void *arg)
+{
+    runner *r = arg;
+
+    r->script(r);
+    meet(r);
+    return NULL;
+}
+
+static void crew_play(crew *c, void (*script)(runner *r))
+{
+    for (int k = 0; k < c->p.ranks; k++)
+        c->r[k].script = script;
+    run_together(play, c->r, sizeof *c->r, c->p.ranks);
+}
+
+static void run_threads(plan p, void (*script)(runner *r))
 {
     CLOSED_BY(outcome_free) outcome want;
 
@@ -1232,7 +1254,7 @@ static void run_threads(plan p, void *(*script)(void *))
     CREW(c, p, &want);
     machines_begin(c.r, &p);
     reach_all(c.r, &p);
-    run_together(script, c.r, sizeof *c.r, p.ranks);
+    crew_play(&c, script);
     machines_end(c.r, &p);
     full = 0;
 }
@@ -1396,11 +1418,11 @@ TEST(what_one_skips_all_skip)
         RUN(.ranks = 3, .bad = 1, .unclipped = k % 2, .settled = k / 2 ? 7 : 0);
 }
 
-static void run_all(plan p, void *(*script)(void *))
+static void run_all(plan p, void (*script)(runner *r))
 {
     CREW(c, p, NULL);
     reach_all(c.r, &c.p);
-    run_together(script, c.r, sizeof *c.r, p.ranks);
+    crew_play(&c, script);
 }
 
 /* ---- frozen weights of devices ------------------------------------------------------------- */
@@ -1450,10 +1472,9 @@ static char *fetched(runner *r)
 }
 
 /* They are on the host before all devices have them, and then while somebody reads. */
-static void *read_frozen(void *arg)
+static void read_frozen(runner *r)
 {
     const unsigned hi = 1u << MT_PLANE_HI;
-    runner        *r = arg;
     int64_t        before, there, all = 0;
 
     for (int u = 0; u < UNITS; u++)
@@ -1511,8 +1532,6 @@ static void *read_frozen(void *arg)
     for (int u = 0; u < UNITS; u++)
         CHECK(is_right(r, u));
     CHECK_EQ(blocks(r) >= there + frozen_room(r), 1);
-    meet(r);
-    return NULL;
 }
 
 TEST(frozen_weights_of_devices_take_no_memory_on_the_host)
@@ -1545,18 +1564,14 @@ static void check_weights(runner *r, int unit, int step)
 /* All units come back to the host, with the weights of one process after so many steps. */
 static void end_with(runner *r, int step)
 {
-    meet(r);
     unsettle_all(r);
     for (int u = 0; u < UNITS; u++)
         check_weights(r, u, step);
-    meet(r);
 }
 
 /* It is trained from now on, and read by who did not know it. */
-static void *thaw(void *arg)
+static void thaw(runner *r)
 {
-    runner *r = arg;
-
     take_all(r);
     one_step(r);
     meet(r);
@@ -1576,8 +1591,6 @@ static void *thaw(void *arg)
     CHECK_EQ(memcmp(fetched(r), place(r, 0, FROZEN, MT_PLANE_HI, 0),
                     (size_t)shape_of(0, FROZEN).numel * 8), 0);
     CHECK(!is_right(r, 0));
-    meet(r);
-    return NULL;
 }
 
 TEST(frozen_weights_that_are_read_and_written_stay)
@@ -1600,13 +1613,9 @@ static void begin_saves(runner *r)
  * which waits for it. */
 static void save_weights(runner *r, int steps, unit_job *next)
 {
-    uint64_t ticket;
-
     begin_saves(r);
-    for (int u = 0; next != NULL && u < UNITS; u++)
-        hand_over(r, u, 0);
     if (next != NULL)
-        submit(r, next, &ticket);
+        (void)submit_all(r, next);
     for (int k = 0; k < UNITS; k++) {
         int u = (k + r->rank) % UNITS;
 
@@ -1624,9 +1633,8 @@ static void save_weights(runner *r, int steps, unit_job *next)
 }
 
 /* The share has none of them but while somebody reads. */
-static void *read_trained(void *arg)
+static void read_trained(runner *r)
 {
-    runner  *r = arg;
     unit_job next[UNITS];
     int64_t  there, room = 0;
 
@@ -1670,7 +1678,6 @@ static void *read_trained(void *arg)
     r->step = 3;
     check_fetched(r);
     end_with(r, 3);
-    return NULL;
 }
 
 TEST(trained_weights_of_devices_take_no_memory_on_the_host)
@@ -1692,7 +1699,7 @@ TEST(trained_weights_that_come_from_devices_have_the_bits_of_one)
 }
 
 /* Each parameter as one process has it: where it is read on the host, and where compute reads. */
-static void check_read(runner *r, int unit, int step)
+static void check_unit(runner *r, int unit, int step)
 {
     size_t at = 0;
 
@@ -1711,21 +1718,24 @@ static void check_read(runner *r, int unit, int step)
         CHECK_EQ(unit, -1000 - step);
 }
 
-/* A unit that was all trained has a parameter that is not any more; then units move. */
-static void *freeze_some(void *arg)
+/* Each rank begins at another unit. */
+static void check_units(runner *r, int step)
 {
-    runner *r = arg;
+    for (int u = 0; u < UNITS; u++)
+        check_unit(r, (u + r->rank) % UNITS, step);
+}
 
+/* A unit that was all trained has a parameter that is not any more; then units move. */
+static void freeze_some(runner *r)
+{
     take_all(r);
     one_step(r);
     meet(r);
     for (int u = 0; u < UNITS; u++)
         CHECK_OK(mt_store_set_trainable(r->cx.store, u, 1, 0));
     take_all(r);
-    for (int u = 0; u < UNITS; u++)
-        check_read(r, (u + r->rank) % UNITS, 1);
+    check_units(r, 1);
     end_with(r, 1);
-    return NULL;
 }
 
 TEST(weights_beside_which_some_are_frozen_later_are_not_lost)
@@ -1733,11 +1743,9 @@ TEST(weights_beside_which_some_are_frozen_later_are_not_lost)
     run_threads(PLAN(.ranks = 3, .settled = 7, .full = 1), freeze_some);
 }
 
-/* Some of those that were frozen are trained; then units move. */
-static void *thaw_some(void *arg)
+/* A parameter that was frozen when its unit was taken is trained. */
+static void thaw_taken(runner *r)
 {
-    runner *r = arg;
-
     for (int u = 0; u < UNITS; u++)
         CHECK_OK(mt_store_set_trainable(r->cx.store, u, 1, 0));
     take_all(r);
@@ -1745,19 +1753,22 @@ static void *thaw_some(void *arg)
         CHECK_OK(mt_mirror_read(r->cx.store, u, 1));
         CHECK_OK(mt_store_set_trainable(r->cx.store, u, 1, 1));
     }
+}
+
+/* Some of those that were frozen are trained; then units move. */
+static void thaw_some(runner *r)
+{
+    thaw_taken(r);
     one_step(r);
     meet(r);
     take_all(r);
-    for (int u = 0; u < UNITS; u++)
-        check_read(r, (u + r->rank) % UNITS, 1);
+    check_units(r, 1);
     meet(r);
     r->step = 1;
     one_step(r);
-    for (int u = 0; u < UNITS; u++)
-        check_read(r, (u + r->rank) % UNITS, 2);
+    check_units(r, 2);
     save_weights(r, 2, NULL);
     end_with(r, 2);
-    return NULL;
 }
 
 TEST(weights_beside_which_some_are_trained_later_are_not_lost)
@@ -1767,17 +1778,9 @@ TEST(weights_beside_which_some_are_trained_later_are_not_lost)
 }
 
 /* It is written before an update has brought it down. */
-static void *thaw_and_write(void *arg)
+static void thaw_and_write(runner *r)
 {
-    runner *r = arg;
-
-    for (int u = 0; u < UNITS; u++)
-        CHECK_OK(mt_store_set_trainable(r->cx.store, u, 1, 0));
-    take_all(r);
-    for (int u = 0; u < UNITS; u++) {
-        CHECK_OK(mt_mirror_read(r->cx.store, u, 1));
-        CHECK_OK(mt_store_set_trainable(r->cx.store, u, 1, 1));
-    }
+    thaw_taken(r);
     take_all(r);
     write_from_outside_alike(r, 1);
     fetch(r, 0);
@@ -1786,8 +1789,6 @@ static void *thaw_and_write(void *arg)
                     (size_t)shape_of(0, 1).numel * 4), 0);
     meet(r);
     one_step(r);
-    meet(r);
-    return NULL;
 }
 
 TEST(weights_that_are_trained_later_may_be_written)
@@ -1797,11 +1798,10 @@ TEST(weights_that_are_trained_later_may_be_written)
 }
 
 /* A rise that comes late, when a save is on and the next step is announced. */
-static void *rise_late(void *arg)
+static void rise_late(runner *r)
 {
-    runner  *r = arg;
     unit_job next[UNITS];
-    uint64_t ticket, version;
+    uint64_t version;
     double   norm;
     int      skipped;
 
@@ -1811,10 +1811,7 @@ static void *rise_late(void *arg)
     begin_saves(r);
     meet(r);
     r->step = 1;
-    for (int u = 0; u < UNITS; u++)
-        hand_over(r, u, 0);
-    submit(r, next, &ticket);
-    CHECK_OK(mt_update_norm(r->u, ticket, &norm, &skipped));
+    CHECK_OK(mt_update_norm(r->u, submit_all(r, next), &norm, &skipped));
     sleep_ms(100);                           /* all are CLEAR, and wait for the saves */
     CHECK_OK(mt_ledger_fetch_begin(r->cx.store, 0, &version));
     for (int u = 0; u < UNITS; u++)
@@ -1824,10 +1821,7 @@ static void *rise_late(void *arg)
     CHECK_EQ(said_of(r, MT_COUNT_STEPPED, r->rank), 1);
     CHECK_OK(mt_ledger_fetching(r->cx.store, 0, r->res->ferry.up));
     CHECK_OK(mt_update_drain(r->u));
-    for (int u = 0; u < UNITS; u++)
-        check_read(r, u, 2);
-    meet(r);
-    return NULL;
+    check_units(r, 2);
 }
 
 TEST(an_update_waits_for_a_rise_that_a_save_let_in)
@@ -1844,11 +1838,9 @@ static void *read_hi(void *arg)
     return NULL;
 }
 
-static void *read_and_step(void *arg)
+static void read_and_step(runner *r)
 {
-    runner   *r = arg;
     unit_job  next[UNITS];
-    uint64_t  ticket;
     pthread_t thread = 0;
 
     take_all(r);
@@ -1862,20 +1854,17 @@ static void *read_and_step(void *arg)
         CHECK_OK(mt_mirror_enter(r->cx.store, 0));
         thread = thread_start(read_hi, r);
         sleep_ms(50);
-        submit(r, next, &ticket);
+        (void)submit(r, next);
         mt_mirror_leave(r->cx.store, 0);
         thread_join(thread);
     } else {
         sleep_ms(150);
         CHECK_OK(mt_mirror_read(r->cx.store, 0, 0));     /* before it makes that step */
         check_weights(r, 0, 1);
-        submit(r, next, &ticket);
+        (void)submit(r, next);
     }
     CHECK_OK(mt_update_drain(r->u));
-    for (int u = 0; u < UNITS; u++)
-        check_read(r, u, 2);
-    meet(r);
-    return NULL;
+    check_units(r, 2);
 }
 
 TEST(who_reads_on_a_thread_holds_up_nobody_who_has_not_stepped)
@@ -1898,10 +1887,8 @@ static void *read_in_vain(void *arg)
 }
 
 /* What one rank claims, another one, which is interrupted, was to bring again behind a step. */
-static void *claim_and_interrupt(void *arg)
+static void claim_and_interrupt(runner *r)
 {
-    runner *r = arg;
-
     take_all(r);
     if (r->rank == 0)
         CHECK_OK(mt_mirror_read(r->cx.store, 0, FROZEN));
@@ -1916,8 +1903,6 @@ static void *claim_and_interrupt(void *arg)
     save_one(r, 0);
     meet(r);
     CHECK(is_right(r, 0));
-    meet(r);
-    return NULL;
 }
 
 TEST(claims_outlive_a_reader_that_is_interrupted)
@@ -1991,9 +1976,8 @@ static void check_alike(runner *r, int fetches)
     }
 }
 
-static void *in_any_order(void *arg)
+static void in_any_order(runner *r)
 {
-    runner  *r = arg;
     uint64_t seed = r->plan->seed, own = seed * 77 + (uint64_t)r->rank + 1;
     bother   b = { .r = r, .seed = own };
     unit_job next[UNITS];
@@ -2022,8 +2006,6 @@ static void *in_any_order(void *arg)
     check_alike(r, 1);
     unsettle_all(r);
     check_alike(r, 0);
-    meet(r);
-    return NULL;
 }
 
 TEST(weights_of_devices_are_alike_in_any_order_of_all_that_is_done)
@@ -2037,10 +2019,8 @@ TEST(weights_of_devices_are_alike_in_any_order_of_all_that_is_done)
 }
 
 /* Of what a save brought memory goes when others are written already: it is not fetched. */
-static void *write_behind_a_save(void *arg)
+static void write_behind_a_save(runner *r)
 {
-    runner *r = arg;
-
     take_all(r);
     CHECK_OK(mt_ledger_save_begin(r->cx.store, 0));
     CHECK_OK(mt_mirror_peek(r->cx.store, 0, 1u << MT_PLANE_HI));
@@ -2051,8 +2031,6 @@ static void *write_behind_a_save(void *arg)
     CHECK_OK(mt_mirror_release(r->cx.store, 0));
     meet(r);
     CHECK(is_first(fetched(r), 0));
-    meet(r);
-    return NULL;
 }
 
 TEST(frozen_weights_that_a_save_brought_are_not_fetched)
@@ -2083,9 +2061,8 @@ static char *read_all(runner *r, int unit, int peeks)
 }
 
 /* All let go of a save's copies, but of what somebody reads, on whichever rank. */
-static void *read_beside_a_save(void *arg)
+static void read_beside_a_save(runner *r)
 {
-    runner *r = arg;
     char   *read = NULL;
     size_t  n = mt_store_plane_bytes(r->cx.store, 0, 0, MT_PLANE_M, shape_of(0, 0).numel);
 
@@ -2105,8 +2082,6 @@ static void *read_beside_a_save(void *arg)
     if (r->rank == 0)
         CHECK_EQ(memcmp(place(r, 0, 0, MT_PLANE_M, 0), read, n), 0);
     free(read);
-    meet(r);
-    return NULL;
 }
 
 TEST(who_reads_beside_a_save_keeps_what_it_has)
@@ -2116,12 +2091,10 @@ TEST(who_reads_beside_a_save_keeps_what_it_has)
 
 /* What each rank copies of a save has all ranks' portions, as of before the step that waits for it;
  * and goes behind it. */
-static void *save_beside_a_step(void *arg)
+static void save_beside_a_step(runner *r)
 {
-    runner  *r = arg;
     unit_job jobs[UNITS];
     char    *before[UNITS], *copied;
-    uint64_t ticket = 0;
 
     take_all(r);
     one_step(r);
@@ -2132,13 +2105,10 @@ static void *save_beside_a_step(void *arg)
         CHECK_OK(mt_mirror_evict(r->cx.store, u));
     CHECK_EQ(mt_store_bytes(r->cx.store, MT_PLANE_M), 0);
     meet(r);
-    for (int u = 0; u < UNITS; u++)
-        CHECK_OK(mt_ledger_save_begin(r->cx.store, u));
+    begin_saves(r);
     meet(r);
     r->step = 1;
-    for (int u = 0; u < UNITS; u++)
-        hand_over(r, u, 0);
-    submit(r, jobs, &ticket);
+    (void)submit_all(r, jobs);
     for (int u = UNITS - 1; u >= 0; u--) {
         copied = read_all(r, u, 1);
         CHECK_EQ(memcmp(copied, before[u], (size_t)r->fills), 0);
@@ -2158,8 +2128,6 @@ static void *save_beside_a_step(void *arg)
         free(copied);
         free(before[u]);
     }
-    meet(r);
-    return NULL;
 }
 
 TEST(a_save_has_what_all_devices_have)
@@ -2170,9 +2138,8 @@ TEST(a_save_has_what_all_devices_have)
 
 /* A rank that reads a unit while the others are through with it; what they brought again, and read
  * at once, does not go with what was evicted. */
-static void *evict_beside_a_reader(void *arg)
+static void evict_beside_a_reader(runner *r)
 {
-    runner *r = arg;
     char   *read = NULL, *again;
 
     take_all(r);
@@ -2192,8 +2159,6 @@ static void *evict_beside_a_reader(void *arg)
         free(again);
     }
     free(read);
-    meet(r);
-    return NULL;
 }
 
 TEST(nobody_evicts_what_another_reads)
@@ -2202,9 +2167,8 @@ TEST(nobody_evicts_what_another_reads)
 }
 
 /* As the states are kept, and as parameters are trained, whatever the share has room for. */
-static void *count_bytes(void *arg)
+static void count_bytes(runner *r)
 {
-    runner *r = arg;
     size_t  own = 0, planes = 0;
 
     take_all(r);
@@ -2222,8 +2186,6 @@ static void *count_bytes(void *arg)
     CHECK(mt_store_device_bytes(r->cx.store) >= own);
     CHECK(mt_store_device_bytes(r->cx.store) <= own + planes * MT_PART_ALIGN);
     CHECK_EQ(mt_store_bytes(r->cx.store, MT_PLANE_M), 0);
-    meet(r);
-    return NULL;
 }
 
 TEST(a_device_has_its_portion_alone)
@@ -2240,7 +2202,7 @@ TEST(who_left_cannot_be_asked)
 
     CREW(c, PLAN(.settled = 7), NULL);
     mt_store *s = c.r[1].cx.store;
-    run_together(go, c.r, sizeof *c.r, 2);
+    crew_play(&c, go);
     CHECK_OK(mt_mirror_bring(s, 0, 1u << MT_PLANE_M));
     runner_close(&c.r[0]);
     CHECK_OK(mt_mirror_bring(s, 0, 1u << MT_PLANE_HI));      /* the share has it */
@@ -2254,24 +2216,18 @@ TEST(who_left_cannot_be_asked)
 }
 
 /* Copies of all units are under way when the step is asked for, and end one by one. */
-static void *step_beside_a_save(void *arg)
+static void step_beside_a_save(runner *r)
 {
-    runner  *r = arg;
     unit_job jobs[UNITS];
-    uint64_t ticket = 0;
 
-    for (int u = 0; u < UNITS; u++)
-        CHECK_OK(mt_ledger_save_begin(r->cx.store, u));
-    for (int u = 0; u < UNITS; u++)
-        hand_over(r, u, 0);
-    submit(r, jobs, &ticket);
+    begin_saves(r);
+    (void)submit_all(r, jobs);
     for (int u = 0; u < UNITS; u++) {
         CHECK(mt_ledger_updates_due(r->cx.store, u));
         mt_ledger_save_end(r->cx.store, u);
         CHECK_OK(mt_ledger_wait_updates(r->cx.store, u));
     }
     CHECK_OK(mt_update_drain(r->u));
-    return NULL;
 }
 
 TEST(an_update_waits_for_copies_of_its_own_unit)
@@ -2693,11 +2649,6 @@ static int exit_of(pid_t child)
     return WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
 }
 
-static void all_steps(runner *r)
-{
-    (void)go(r);
-}
-
 /* All ranks of the plan as processes; rank `dies` is killed, if any is. */
 static void run_processes(plan p, outcome *want, void (*script)(runner *r), int dies)
 {
@@ -2718,7 +2669,7 @@ TEST(processes_have_the_bits_of_one)
         CLOSED_BY(outcome_free) outcome want;
 
         run_alone(&p, &want);
-        run_processes(p, &want, all_steps, -1);
+        run_processes(p, &want, go, -1);
     }
 }
 

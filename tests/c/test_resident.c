@@ -588,9 +588,8 @@ TEST(weights_that_were_taken_have_no_host_memory)
         step_once(&m, step);
     CHECK_OK(mt_update_drain(m.u));
     CHECK_EQ(mt_resident_stats_get(m.r).fetches, 3);
-    CHECK_OK(mt_mirror_bring(m.store, 0, hi_plane));
-    CHECK_OK(mt_mirror_bring(m.store, 1, hi_plane));
-    CHECK_OK(mt_mirror_bring(m.store, 2, hi_plane));
+    for (int u = 0; u < 3; u++)
+        CHECK_OK(mt_mirror_bring(m.store, u, hi_plane));
     CHECK_EQ(hi_bytes(&m), before);
 }
 

@@ -11,19 +11,6 @@
 
 /* ---- a scene ----------------------------------------------------------------------------- */
 
-typedef struct scene {
-    toy         t;
-    char        dir[64];
-    mt_file    *file;
-    mt_swap    *w;
-    keeper      k;
-} scene;
-
-static void run(scene *s, tensors *on, float value, int look)
-{
-    keeper_run(&s->k, &s->t, on, value, look);
-}
-
 static void scene_file(scene *s, uint64_t limit, unsigned skip)
 {
     snprintf(s->dir, sizeof s->dir, "/tmp/mt_test_spill.XXXXXX");
@@ -43,23 +30,6 @@ static void scene_open(scene *s, uint64_t seed, int max_us, int disk_us, unsigne
     scene_file(s, 0, skip);
 }
 
-static long scene_end(scene *s)
-{
-    CHECK_OK(s->t.dev->ops->sync(s->t.run));
-    mt_swap_close(s->w);
-    mt_file_close(s->file);
-    toy_close(&s->t);
-    CHECK_EQ(rmdir(s->dir), 0);          /* nothing is left there */
-    return atomic_load(&s->k.wrong);
-}
-
-static void scene_close(scene *s)
-{
-    CHECK_EQ(scene_end(s), 0);
-}
-
-#define SCENE(s, ...) CLOSED_BY(scene_close) scene s; scene_open(&s, __VA_ARGS__)
-
 static mt_spill_stats stats(scene *s)
 {
     return mt_swap_stats_get(s->w).spill;
@@ -70,8 +40,8 @@ static mt_status leave(scene *s, int step, int w, uint64_t *bundle)
     mt_swap_part p[PARTS];
     mt_status    st;
 
-    run(s, &s->k.source[w % 2], value_of(step, w), 0);
-    st = mt_swap_out(s->w, w, parts(&s->k.source[w % 2], p), PARTS, MT_SWAP_FILE, s->t.run, bundle);
+    run(s, &s->source[w % 2], value_of(step, w), 0);
+    st = mt_swap_out(s->w, w, parts(&s->source[w % 2], p), PARTS, MT_SWAP_FILE, s->t.run, bundle);
     if (st == MT_OK)
         CHECK_OK(mt_swap_left(s->w, *bundle, s->t.run));
     return st;
@@ -81,20 +51,20 @@ static mt_status come(scene *s, int w, uint64_t bundle)
 {
     mt_swap_part p[PARTS];
 
-    return mt_swap_back(s->w, bundle, parts(&s->k.landing[w % 2], p), PARTS, s->t.run);
+    return mt_swap_back(s->w, bundle, parts(&s->landing[w % 2], p), PARTS, s->t.run);
 }
 
 /* Sums find much of what a wait left out does to the file: told, or wrong. */
 static void expect(scene *s, mt_status st)
 {
     if (st != MT_OK)
-        atomic_fetch_add(&s->k.wrong, 1);
+        atomic_fetch_add(&s->wrong, 1);
 }
 
 static void look(scene *s, int step, int w, uint64_t bundle)
 {
     CHECK_OK(mt_swap_await(s->w, bundle, s->t.run));
-    run(s, &s->k.landing[w % 2], value_of(step, w), 1);
+    run(s, &s->landing[w % 2], value_of(step, w), 1);
 }
 
 static void forward(scene *s, int step, uint64_t *bundle)
@@ -119,7 +89,7 @@ static void backward(scene *s, int step, uint64_t *bundle)
         CHECK_OK(mt_swap_await(s->w, bundle[w], s->t.run));
         if (w > 0)
             expect(s, come(s, w - 1, bundle[w - 1]));
-        run(s, &s->k.landing[w % 2], value_of(step, w), 1);
+        run(s, &s->landing[w % 2], value_of(step, w), 1);
         mt_swap_drop(s->w, bundle[w]);
     }
 }
@@ -134,7 +104,6 @@ static long train(uint64_t seed, int max_us, int disk_us, unsigned skip, int ste
         forward(&s, step, bundle);
         backward(&s, step, bundle);
     }
-    CHECK_OK(s.t.dev->ops->sync(s.t.run));
     return scene_end(&s);
 }
 
@@ -210,7 +179,7 @@ static void comes_back_twice(int written)
     atomic_store(&g.open, 1);
     CHECK_OK(mt_swap_await(s.w, bundle, s.t.run));
     for (int i = 0; i < 2; i++)
-        run(&s, &s.k.landing[i], value_of(0, 0), 1);
+        run(&s, &s.landing[i], value_of(0, 0), 1);
     mt_swap_drop(s.w, bundle);
 }
 
@@ -413,7 +382,7 @@ TEST(bundles_differ_in_size_and_are_padded)
 TEST(without_a_file_a_bundle_is_refused)
 {
     static scene s;
-    mt_swap_part p = { s.k.source, 64 };
+    mt_swap_part p = { s.source, 64 };
     uint64_t     bundle = 7;
 
     toy_open(&s.t, 1, 1, 0);
@@ -421,8 +390,7 @@ TEST(without_a_file_a_bundle_is_refused)
     CHECK_EQ(mt_swap_out(s.w, 0, &p, 1, MT_SWAP_FILE, s.t.run, &bundle), MT_ESTATE);
     CHECK_SAYS("name a directory");
     CHECK_EQ(bundle, 7);
-    mt_swap_close(s.w);
-    toy_close(&s.t);
+    scene_close(&s);
 }
 
 /* With a default stack that is nowhere to be had no thread begins. */
@@ -516,7 +484,7 @@ TEST(a_read_that_fails_is_told_and_may_be_tried_again)
 
 static mt_status errand(scene *s, mt_queue *q)
 {
-    mt_swap_part p = { s->k.source, 0 };
+    mt_swap_part p = { s->source, 0 };
     uint64_t     bundle[4];
 
     for (int i = 0; i < 4; i++) {                       /* the last two are given larger bays */

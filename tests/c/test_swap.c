@@ -5,17 +5,6 @@
 
 #define WINDOWS 5
 
-typedef struct scene {
-    toy         t;
-    mt_swap    *w;
-    keeper      k;
-} scene;
-
-static void run(scene *s, tensors *on, float value, int look)
-{
-    keeper_run(&s->k, &s->t, on, value, look);
-}
-
 static void scene_open(scene *s, uint64_t seed, int max_us, unsigned skip)
 {
     memset(s, 0, sizeof *s);
@@ -24,28 +13,13 @@ static void scene_open(scene *s, uint64_t seed, int max_us, unsigned skip)
     debug_set(&s->t.cx, (mt_debug){ .skip = skip });
 }
 
-static long scene_end(scene *s)
-{
-    CHECK_OK(s->t.dev->ops->sync(s->t.run));
-    mt_swap_close(s->w);
-    toy_close(&s->t);
-    return atomic_load(&s->k.wrong);
-}
-
-static void scene_close(scene *s)
-{
-    CHECK_EQ(scene_end(s), 0);
-}
-
-#define SCENE(s, ...) CLOSED_BY(scene_close) scene s; scene_open(&s, __VA_ARGS__)
-
 static void forward(scene *s, int step, uint64_t *bundle)
 {
     mt_swap_part p[PARTS];
 
     for (int w = 0; w < WINDOWS; w++) {
-        run(s, &s->k.source[w % 2], value_of(step, w), 0);
-        CHECK_OK(mt_swap_out(s->w, 0, parts(&s->k.source[w % 2], p), PARTS, MT_SWAP_HOST, s->t.run,
+        run(s, &s->source[w % 2], value_of(step, w), 0);
+        CHECK_OK(mt_swap_out(s->w, 0, parts(&s->source[w % 2], p), PARTS, MT_SWAP_HOST, s->t.run,
                              &bundle[w]));
         if (w > 0)                  /* the next window is made where the one before this one lies */
             CHECK_OK(mt_swap_left(s->w, bundle[w - 1], s->t.run));
@@ -58,14 +32,14 @@ static void backward(scene *s, int step, uint64_t *bundle)
     mt_swap_part p[PARTS];
     int          last = WINDOWS - 1;
 
-    CHECK_OK(mt_swap_back(s->w, bundle[last], parts(&s->k.landing[last % 2], p), PARTS, s->t.run));
+    CHECK_OK(mt_swap_back(s->w, bundle[last], parts(&s->landing[last % 2], p), PARTS, s->t.run));
     CHECK_OK(mt_swap_left(s->w, bundle[last], s->t.run));
     for (int w = last; w >= 0; w--) {
         CHECK_OK(mt_swap_await(s->w, bundle[w], s->t.run));
         if (w > 0)
-            CHECK_OK(mt_swap_back(s->w, bundle[w - 1], parts(&s->k.landing[(w - 1) % 2], p), PARTS,
+            CHECK_OK(mt_swap_back(s->w, bundle[w - 1], parts(&s->landing[(w - 1) % 2], p), PARTS,
                                   s->t.run));
-        run(s, &s->k.landing[w % 2], value_of(step, w), 1);
+        run(s, &s->landing[w % 2], value_of(step, w), 1);
         mt_swap_drop(s->w, bundle[w]);
     }
 }
@@ -76,7 +50,7 @@ static long train(uint64_t seed, int max_us, unsigned skip, int steps)
 
     scene s;
     scene_open(&s, seed, max_us, skip);
-    s.k.slow = skip == MT_EDGE_ROOM;
+    s.slow = skip == MT_EDGE_ROOM;
     for (int step = 0; step < steps; step++) {
         forward(&s, step, bundle);
         backward(&s, step, bundle);
@@ -120,12 +94,12 @@ TEST(without_kept_the_bay_is_read_too_early)
         for (uint64_t seed = 1; seed <= 12; seed++) {
             scene s;
             scene_open(&s, seed, 300, skip ? MT_EDGE_KEPT : 0);
-            run(&s, &s.k.source[0], value_of(3, 3), 0);
-            CHECK_OK(mt_swap_out(s.w, 0, parts(&s.k.source[0], p), PARTS, MT_SWAP_HOST, s.t.run,
+            run(&s, &s.source[0], value_of(3, 3), 0);
+            CHECK_OK(mt_swap_out(s.w, 0, parts(&s.source[0], p), PARTS, MT_SWAP_HOST, s.t.run,
                                  &bundle));
-            CHECK_OK(mt_swap_back(s.w, bundle, parts(&s.k.landing[0], p), PARTS, s.t.run));
+            CHECK_OK(mt_swap_back(s.w, bundle, parts(&s.landing[0], p), PARTS, s.t.run));
             CHECK_OK(mt_swap_await(s.w, bundle, s.t.run));
-            run(&s, &s.k.landing[0], value_of(3, 3), 1);
+            run(&s, &s.landing[0], value_of(3, 3), 1);
             wrong += scene_end(&s);
         }
         CHECK_EQ(wrong > 0, skip);
@@ -143,14 +117,14 @@ static long filled_from_another_stream(uint64_t seed, unsigned skip)
     scene s;
     scene_open(&s, seed, 300, skip);
     REQUIRE_OK(s.t.dev->ops->queue_open(s.t.dev, "other", &other));
-    run(&s, &s.k.source[0], value_of(3, 3), 0);
-    CHECK_OK(mt_swap_out(s.w, 0, parts(&s.k.source[0], p), PARTS, MT_SWAP_HOST, s.t.run, &bundle));
+    run(&s, &s.source[0], value_of(3, 3), 0);
+    CHECK_OK(mt_swap_out(s.w, 0, parts(&s.source[0], p), PARTS, MT_SWAP_HOST, s.t.run, &bundle));
     CHECK_OK(mt_swap_left(s.w, bundle, s.t.run));
-    CHECK_OK(mt_swap_back(s.w, bundle, parts(&s.k.landing[0], p), PARTS, s.t.run));
+    CHECK_OK(mt_swap_back(s.w, bundle, parts(&s.landing[0], p), PARTS, s.t.run));
     CHECK_OK(mt_swap_await(s.w, bundle, s.t.run));
     mt_swap_drop(s.w, bundle);
-    run(&s, &s.k.landing[0], value_of(3, 3), 1);
-    CHECK_OK(mt_swap_out(s.w, 0, parts(&s.k.source[1], p), PARTS, MT_SWAP_HOST, other, &bundle));
+    run(&s, &s.landing[0], value_of(3, 3), 1);
+    CHECK_OK(mt_swap_out(s.w, 0, parts(&s.source[1], p), PARTS, MT_SWAP_HOST, other, &bundle));
     CHECK_EQ(mt_swap_stats_get(s.w).host_bytes, 5 * 4096);       /* the same bay */
     CHECK_OK(mt_swap_left(s.w, bundle, other));
     s.t.dev->ops->queue_close(other);
@@ -241,18 +215,18 @@ TEST(a_bundle_comes_back_twice_and_in_part)
     uint64_t     bundle;
 
     SCENE(s, 7, 100, 0);
-    run(&s, &s.k.source[0], 5, 0);
-    CHECK_OK(mt_swap_out(s.w, 0, parts(&s.k.source[0], p), PARTS, MT_SWAP_HOST, s.t.run, &bundle));
+    run(&s, &s.source[0], 5, 0);
+    CHECK_OK(mt_swap_out(s.w, 0, parts(&s.source[0], p), PARTS, MT_SWAP_HOST, s.t.run, &bundle));
     CHECK_OK(mt_swap_left(s.w, bundle, s.t.run));
     for (int time = 0; time < 2; time++) {
-        parts(&s.k.landing[time], p);
+        parts(&s.landing[time], p);
         p[0].mem = time == 0 ? p[0].mem : NULL;
         CHECK_OK(mt_swap_back(s.w, bundle, p, PARTS, s.t.run));
         CHECK_OK(mt_swap_await(s.w, bundle, s.t.run));
     }
-    run(&s, &s.k.landing[0], 5, 1);
+    run(&s, &s.landing[0], 5, 1);
     CHECK_OK(s.t.dev->ops->sync(s.t.run));
-    CHECK(s.k.landing[1].at[0][0] == 0 && s.k.landing[1].at[1][0] == 6);
+    CHECK(s.landing[1].at[0][0] == 0 && s.landing[1].at[1][0] == 6);
     CHECK_EQ(mt_swap_stats_get(s.w).back_bytes, 2 * 28 + 4 * LONGEST);
     p[1].bytes--;
     CHECK_EQ(mt_swap_back(s.w, bundle, p, PARTS, s.t.run), MT_EINVAL);

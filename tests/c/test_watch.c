@@ -27,37 +27,41 @@ static void scene_open(toy *t, int n_units)
 
 static const int first_param[1] = { 0 };
 
+static const char *list_of(mt_watch *w)
+{
+    static char list[1280];
+
+    mt_watch_tell(w, list, sizeof list);
+    return list;
+}
+
 /* ---- the list --------------------------------------------------------------------------- */
 
 TEST(posts_are_told_longest_first_until_they_are_over)
 {
     mt_watch w;
     mt_post  a, b, c;
-    char     text[400], little[20];
+    char     little[20];
 
     mt_watch_open(&w, NULL);
-    mt_watch_tell(&w, text, sizeof text);
-    CHECK_STR(text, "");
+    CHECK_STR(list_of(&w), "");
     mt_watch_i_am("d2h");
     mt_watch_begin(&w, &a, NULL, "layers.3", "the event LANDED");
     mt_watch_i_am("the caller");
     sleep_ms(5);
     mt_watch_begin(&w, &b, "disk", "layers.1", "a piece");
     mt_watch_begin(&w, &c, NULL, NULL, "all");
-    mt_watch_tell(&w, text, sizeof text);
-    CHECK_HAS(text, "d2h, unit layers.3 waits for the event LANDED, since ");
-    CHECK_HAS(text, "; disk, unit layers.1 waits for a piece, since ");
-    CHECK_HAS(text, "the caller waits for all, since ");
-    CHECK_EQ(strncmp(text, "d2h", 3), 0);
+    CHECK_HAS(list_of(&w), "d2h, unit layers.3 waits for the event LANDED, since ");
+    CHECK_HAS(list_of(&w), "; disk, unit layers.1 waits for a piece, since ");
+    CHECK_HAS(list_of(&w), "the caller waits for all, since ");
+    CHECK_EQ(strncmp(list_of(&w), "d2h", 3), 0);
     mt_watch_tell(&w, little, sizeof little);
     CHECK_STR(little, "d2h, unit layers.3 ");
     mt_watch_end(&w, &b, MT_OK);
-    mt_watch_tell(&w, text, sizeof text);
-    CHECK(strstr(text, "disk") == NULL);
+    CHECK(strstr(list_of(&w), "disk") == NULL);
     mt_watch_end(&w, &a, MT_OK);
     mt_watch_end(&w, &c, MT_OK);
-    mt_watch_tell(&w, text, sizeof text);
-    CHECK_STR(text, "");
+    CHECK_STR(list_of(&w), "");
     mt_watch_close(&w);
 }
 
@@ -304,18 +308,15 @@ TEST(a_device_that_is_gone_is_not_given_more_time)
 TEST(of_compute_the_first_alone_is_told)
 {
     mt_post next = { 0 }, copy = { 0 };
-    char    text[600];
 
     COMPUTING(c);
     mt_watch_put(&c.a.w, &copy, "h2d", "layers.5", "copies", &c.e);
     mt_watch_put(&c.a.w, &next, mt_compute, "layers.4", "its kernels", &c.e);
-    mt_watch_tell(&c.a.w, text, sizeof text);
-    CHECK_HAS(text, "compute, unit layers.3 waits for its kernels, since ");
-    CHECK_HAS(text, "; h2d, unit layers.5 waits for copies");
-    CHECK(strstr(text, "layers.4") == NULL);
+    CHECK_HAS(list_of(&c.a.w), "compute, unit layers.3 waits for its kernels, since ");
+    CHECK_HAS(list_of(&c.a.w), "; h2d, unit layers.5 waits for copies");
+    CHECK(strstr(list_of(&c.a.w), "layers.4") == NULL);
     mt_watch_take(&c.a.w, &c.post);
-    mt_watch_tell(&c.a.w, text, sizeof text);
-    CHECK_HAS(text, "compute, unit layers.4 waits for its kernels");
+    CHECK_HAS(list_of(&c.a.w), "compute, unit layers.4 waits for its kernels");
     mt_watch_take(&c.a.w, &next);
     mt_watch_take(&c.a.w, &copy);
 }
@@ -417,7 +418,6 @@ TEST(a_stalled_d2h_is_named)
 TEST(what_holds_a_slot_is_named)
 {
     mt_slot_desc slot = { .bytes = 4096 };
-    char         list[600];
     mt_stream   *s;
     void        *mem;
     int          k;
@@ -432,7 +432,7 @@ TEST(what_holds_a_slot_is_named)
     shut(&t, t.run, &g);
     CHECK_OK(mt_stream_acquire(s, 1, t.run, &k, &mem));
     CHECK_OK(mt_stream_await(s, k, t.run));
-    mt_watch_tell(mt_store_watch(t.store), list, sizeof list);
+    const char *list = list_of(mt_store_watch(t.store));
     CHECK_HAS(list, "compute, unit layers.0 waits for its kernels (the event FREED), since ");
     CHECK_HAS(list, "h2d, unit layers.1 waits for copies of its weights (the event FETCHED)");
     atomic_store(&g.open, 1);
@@ -474,7 +474,7 @@ TEST(a_stalled_update_is_named)
  * until they are through. */
 TEST(a_stalled_swap_is_in_the_list)
 {
-    char         mem[4096], list[600];
+    char         mem[4096];
     mt_swap_part p = { mem, sizeof mem };
     uint64_t     bundle;
     gate         g;
@@ -485,15 +485,14 @@ TEST(a_stalled_swap_is_in_the_list)
     CHECK_OK(mt_swap_out(w, 1, &p, 1, MT_SWAP_HOST, t.run, &bundle));
     CHECK_OK(mt_swap_left(w, bundle, t.run));
     CHECK_OK(mt_swap_back(w, bundle, &p, 1, t.run));
-    mt_watch_tell(mt_store_watch(t.store), list, sizeof list);
+    const char *list = list_of(mt_store_watch(t.store));
     CHECK_HAS(list, "swap out, unit layers.1 waits for copies of what it keeps (the event LEFT)");
     CHECK_HAS(list, "swap back, unit layers.1 waits for copies of what it keeps (the event BACK)");
     CHECK_HAS(list, "compute, unit layers.1 waits for its kernels (the event COMPUTED), since ");
     atomic_store(&g.open, 1);
     CHECK_OK(mt_swap_await(w, bundle, t.run));
     CHECK_OK(t.dev->ops->sync(t.run));
-    mt_watch_tell(mt_store_watch(t.store), list, sizeof list);
-    CHECK_STR(list, "");
+    CHECK_STR(list_of(mt_store_watch(t.store)), "");
     mt_swap_drop(w, bundle);
 }
 
@@ -501,7 +500,7 @@ TEST(a_stalled_swap_is_in_the_list)
  * and then it is in no list. */
 TEST(a_bay_whose_copies_stall_is_not_given_up)
 {
-    char         mem[8192], list[600];
+    char         mem[8192];
     mt_swap_part small = { mem, 4096 }, large = { mem, sizeof mem };
     uint64_t     bundle;
     gate         g;
@@ -524,8 +523,7 @@ TEST(a_bay_whose_copies_stall_is_not_given_up)
     CHECK_OK(mt_swap_out(w, 0, &large, 1, MT_SWAP_HOST, t.run, &bundle));
     CHECK_OK(mt_swap_left(w, bundle, t.run));
     CHECK_OK(t.dev->ops->sync(t.run));
-    mt_watch_tell(mt_store_watch(t.store), list, sizeof list);
-    CHECK_STR(list, "");
+    CHECK_STR(list_of(mt_store_watch(t.store)), "");
     mt_swap_drop(w, bundle);
 }
 

@@ -339,10 +339,6 @@ class Values(TorchDispatchMode):
         name, rest = func._schema.name.removeprefix("aten::").removesuffix("_"), tuple(sorted(kwargs.items()))
         return name, tuple(sorted(parts, key=repr)), *rest, str(out.dtype), out.shape
 
-    def _softmax(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key:
-        """The dimension counted from the front."""
-        return self._plain(func, (args[0], args[1] % out.dim(), *args[2:]), kwargs, out)
-
 
 def _columns(t: Tensor, whole: Tensor) -> tuple[int, int] | None:
     """Which of its last numbers another tensor is, over the same memory; None: it is something else."""
@@ -361,7 +357,9 @@ RULES: dict[Any, Callable[..., Any]] = {
                      aten.flatten), _V._view),
     aten.permute: _V._permute, aten.t: _V._transpose, aten.transpose: _V._transpose, aten.expand: _V._expand,
     aten.slice: lambda v, func, args, kwargs, out: v._slice_of(*args, *(0, None, None, 1)[len(args) - 1:]),
-    aten.mul: _V._commuted, aten.add: _V._commuted, aten.cat: _V._cat, aten._softmax: _V._softmax,
+    aten.mul: _V._commuted, aten.add: _V._commuted, aten.cat: _V._cat,
+    aten._softmax: lambda v, func, args, kwargs, out:                        # its dimension counted from the front
+        v._plain(func, (args[0], args[1] % out.dim(), *args[2:]), kwargs, out),
 }
 
 

@@ -255,9 +255,8 @@ class Attention:
         flat = _filled(*(t.flatten(0, 1) for t in (q, k, v)))
         lengths, more = self._flash_options(q, k)
         out, lse, rng, unused, _ = _flash_forward(*flat, *lengths, False, **more)
-        if sinks is not None:
-            out, lse = (t[0] for t in _sunk(out.transpose(0, 1)[None], lse[None], sinks))
-            out = out.transpose(0, 1)
+        if sinks is not None:                # out in place
+            lse = _sunk(out.transpose(0, 1)[None], lse[None], sinks)[1][0]
         return out[..., :v.shape[3]].contiguous().view(*q.shape[:3], v.shape[3]), (lse, rng, unused)
 
     def _flash_grads(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any,

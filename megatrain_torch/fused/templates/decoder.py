@@ -39,7 +39,18 @@ class Decoder(Template):
     swaps = True
 
     def __init__(self, layer: nn.Module) -> None:
-        before, after, before_mlp, after_mlp = _norms_of(layer)
+        # The four places of a norm: before and after each half. What a name means depends on its neighbours.
+        if has(layer, "pre_feedforward_layernorm"):          # Gemma 2
+            places = ["post_attention_layernorm"], ["pre_feedforward_layernorm"]
+        elif has(layer, "post_self_attn_layernorm"):         # GLM 4
+            places = ["post_self_attn_layernorm"], ["post_attention_layernorm"]
+        elif has(layer, "input_layernorm"):
+            places = [], ["post_attention_layernorm"]
+        else:                                                # OLMo 2
+            places = ["post_attention_layernorm"], []
+        before, after, before_mlp, after_mlp = (
+            next((Norm(layer, n) for n in names if has(layer, n)), None)
+            for names in (["input_layernorm"], *places, ["post_feedforward_layernorm", "post_mlp_layernorm"]))
         factor = float(getattr(layer, "residual_multiplier", getattr(layer, "residual_scale", 1.0)))
         mixes = LatentAttention if has(layer, "self_attn.kv_b_proj") else SelfAttention
         self.attention = mixes(layer, before, after, factor)
@@ -161,20 +172,6 @@ def sighted(mask: Tensor) -> Tensor:
     seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     blind = ~seen.any(-1, keepdim=True) & torch.eye(mask.shape[-1], dtype=torch.bool, device=mask.device)
     return mask | blind if mask.dtype == torch.bool else mask.masked_fill(blind, 0)
-
-
-def _norms_of(layer: nn.Module) -> tuple[Norm | None, ...]:
-    """The four places of a norm: before and after each half. What a name means depends on its neighbours."""
-    if has(layer, "pre_feedforward_layernorm"):          # Gemma 2
-        places = ["post_attention_layernorm"], ["pre_feedforward_layernorm"]
-    elif has(layer, "post_self_attn_layernorm"):         # GLM 4
-        places = ["post_self_attn_layernorm"], ["post_attention_layernorm"]
-    elif has(layer, "input_layernorm"):
-        places = [], ["post_attention_layernorm"]
-    else:                                                # OLMo 2
-        places = ["post_attention_layernorm"], []
-    return tuple(next((Norm(layer, n) for n in names if has(layer, n)), None) for names in (
-        ["input_layernorm"], *places, ["post_feedforward_layernorm", "post_mlp_layernorm"]))
 
 
 class GatedMLP(Half):

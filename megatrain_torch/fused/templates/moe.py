@@ -114,20 +114,18 @@ class Router:
         chosen = self._scores(logits).gather(1, index)
         return facts.factor * (chosen / (chosen.sum(-1, keepdim=True) + facts.least) if facts.normalised else chosen)
 
-    def _logits_grad(self, dweights: Tensor, r: Routed) -> Tensor:
-        """[T, E] from dweights [T, k]."""
-        if self.facts.normalised and not self.facts.sigmoid:     # autograd's own steps, in a fifth of its host time
-            chosen = self._softmax(r.logits, r.index)
-            dchosen = torch._softmax_backward_data(dweights * self.facts.factor, chosen, -1, chosen.dtype)
-            return spread_out(dchosen, r)
-        logits = r.logits.detach().requires_grad_()
-        with torch.enable_grad():
-            return torch.autograd.grad(self._weights(logits, r.index), logits, dweights)[0]
-
     def backward(self, dweights: Tensor, r: Routed, b: Tensor, grads: Grads) -> Tensor:
         """db [T, H] from dweights [T, k] fp32; the choice has no gradient."""
         w, kind = grads.w, self._type(b)
-        dlogits, wide = self._logits_grad(dweights, r).to(kind), b.to(kind)
+        if self.facts.normalised and not self.facts.sigmoid:     # autograd's own steps, in a fifth of its host time
+            chosen = self._softmax(r.logits, r.index)
+            dchosen = torch._softmax_backward_data(dweights * self.facts.factor, chosen, -1, chosen.dtype)
+            dlogits = spread_out(dchosen, r)
+        else:
+            logits = r.logits.detach().requires_grad_()
+            with torch.enable_grad():
+                (dlogits,) = torch.autograd.grad(self._weights(logits, r.index), logits, dweights)
+        dlogits, wide = dlogits.to(kind), b.to(kind)
         if self.weight in grads.wanted:
             grads[self.weight] = torch.mm(dlogits.t(), wide).to(w[self.weight].dtype)
         if self.bias in grads.wanted:

@@ -192,10 +192,11 @@ def dtype_of(layer: nn.Module, codings: dict[str, Coding]) -> torch.dtype:
 
 
 class Norm:
-    """A module that is an RMSNorm in one of transformers' ways of applying its weight."""
+    """A module that is an RMSNorm in one of transformers' ways of applying its weight. With fp32 weights in a 16-bit
+    layer (GPT-OSS as it is loaded) it is by ops.rms_norm's formulas, in torch's passes."""
 
     def __init__(self, layer: nn.Module, name: str) -> None:
-        module = child(layer, name) if name else layer
+        module = child(layer, name)
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         own = dict(module.named_parameters())
         if not isinstance(eps, float) or list(own) != ["weight"] or own["weight"].dim() != 1:
@@ -208,7 +209,9 @@ class Norm:
         """y and 1/rms. linears: nothing else reads y, which may be as their product takes it."""
         weight = w[self.weight]
         if weight.dtype != x.dtype:
-            return _wide_norm(x, weight, self.eps, self.style)
+            wide = x.float()
+            rstd = torch.rsqrt(wide.square().mean(-1) + self.eps)
+            return (wide * rstd.unsqueeze(-1) * (weight + (self.style == ops.ONE_PLUS))).to(x.dtype), rstd
         if linears is not None:
             return w.normed(linears.weights, x, weight, self.eps, self.style)
         return ops.rms_norm(x, weight, self.eps, self.style)[::2]
@@ -217,28 +220,18 @@ class Norm:
                  rebuild: bool = False, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """dx + add; and y again, where that is asked for (`rebuild`)."""
         weight = grads.w[self.weight]
-        backward = _wide_norm_backward if weight.dtype != s.dtype else ops.rms_norm_backward
-        dx, dw, y = backward(dy, s, weight, rstd, self.style, add, rebuild, dx=out)
+        if weight.dtype == s.dtype:
+            dx, dw, y = ops.rms_norm_backward(dy, s, weight, rstd, self.style, add, rebuild, dx=out)
+        else:
+            weight, hat, dy = weight + (self.style == ops.ONE_PLUS), s.float() * rstd.unsqueeze(-1), dy.float()
+            dw, g = ops.column_sum((dy * hat).flatten(0, -2)), dy * weight
+            y = (hat * weight).to(s.dtype) if rebuild else None
+            dx = rstd.unsqueeze(-1) * (g - hat * (g * hat).mean(-1, keepdim=True))
+            dx = (dx if add is None else dx + add).to(s.dtype)
+            dx = dx if out is None else out.copy_(dx)
         if self.weight in grads.wanted:
             grads[self.weight] = dw
         return dx, y
-
-
-# Norms with fp32 weights in a 16-bit layer (GPT-OSS as it is loaded): ops.rms_norm's formulas, in torch's passes.
-
-def _wide_norm(x: Tensor, weight: Tensor, eps: float, style: int) -> tuple[Tensor, Tensor]:
-    wide = x.float()
-    rstd = torch.rsqrt(wide.square().mean(-1) + eps)
-    return (wide * rstd.unsqueeze(-1) * (weight + (style == ops.ONE_PLUS))).to(x.dtype), rstd
-
-
-def _wide_norm_backward(dy: Tensor, s: Tensor, weight: Tensor, rstd: Tensor, style: int, add: Tensor | None,
-                        rebuild: bool, *, dx: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    weight, hat, dy = weight + (style == ops.ONE_PLUS), s.float() * rstd.unsqueeze(-1), dy.float()
-    dw, y, g = ops.column_sum((dy * hat).flatten(0, -2)), (hat * weight).to(s.dtype) if rebuild else None, dy * weight
-    found = rstd.unsqueeze(-1) * (g - hat * (g * hat).mean(-1, keepdim=True))
-    found = (found if add is None else found + add).to(s.dtype)
-    return found if dx is None else dx.copy_(found), dw, y
 
 
 # ---- linear layers: plain, of weights that are codes, with LoRA beside them ----------------------------

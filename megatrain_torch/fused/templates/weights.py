@@ -35,7 +35,7 @@ class Weights:
         self._joint: dict[tuple[str, ...], Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.by_name[name]
+        return self.joint((name,))
 
     def joint(self, names: tuple[str, ...]) -> Tensor:
         """The rows of all of them, one below the other; a view where they are neighbours."""
@@ -182,9 +182,6 @@ class Expanded(Weights):
         self.by_name, self._make, self._joint = w.by_name, w._make, w._joint
         self._codings, self._dtype = codings, dtype
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self.joint((name,))
-
     def experts(self, name: str, which: range) -> tuple[Tensor, bool]:
         return self[name], name in self._codings
 
@@ -221,19 +218,12 @@ class Pieces(Weights):
         self._rest_of, self._stacks, self._ring = rest, stacks, ring
         self._rest: Weights | None = None
 
-    @property
-    def rest(self) -> Weights:
-        self._rest = self._rest or self._rest_of()
-        return self._rest
-
-    def __getitem__(self, name: str) -> Tensor:
-        """Of a stack all experts, together."""
-        if name not in self._stacks:
-            return self.rest[name]
-        return torch.cat([self.experts(name, piece.experts)[0] for piece in self._stacks[name].pieces])
-
     def joint(self, names: tuple[str, ...]) -> Tensor:
-        return self[names[0]] if len(names) == 1 else self.rest.joint(names)
+        """Of a stack, which has no neighbours, all experts together."""
+        if names[0] in self._stacks:
+            return torch.cat([self.experts(names[0], piece.experts)[0] for piece in self._stacks[names[0]].pieces])
+        self._rest = self._rest or self._rest_of()
+        return self._rest.joint(names)
 
     def groups(self, name: str, count: int) -> list[range]:
         return [piece.experts for piece in self._stacks[name].pieces]
