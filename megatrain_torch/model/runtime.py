@@ -63,8 +63,7 @@ def find_runtime(module: nn.Module) -> Runtime | None:
 
 
 def _make_planes(core: _core.Engine, planes: deque[tuple[int, int, int]]) -> None:
-    """On a thread of its own: who needs a plane that is being made waits for it (csrc/core/store.c, `map`). A process
-    that ends waits for the thread, which ends with the main one."""
+    """On a thread, which ends with the main one. Who needs a plane that is being made waits (csrc/core/store.c, `map`)."""
     with contextlib.suppress(IndexError, MegatrainError, MemoryError):
         while threading.main_thread().is_alive():
             core.plane(*planes.popleft())
@@ -159,9 +158,8 @@ class Runtime:
         """AdamW's moments are made on a thread, as far as that goes, where the first step would wait long for their
         pages. A moment that is not there by then is made by that step, which tells what is wrong."""
         trained = [r for r in self.records if r in served and r.trainable and r.numel]
-        movable = self.planning is not None and self.planning.choices.disk is not None   # they may go to a file yet
-        if movable or sum(r.numel for r in trained) < AHEAD:
-            return
+        if sum(r.numel for r in trained) < AHEAD or self.planning and self.planning.choices.disk is not None:
+            return                           # they are small, or may go to a file yet
         self.make_no_more()                  # another optimizer was there before
         with contextlib.suppress(MegatrainError):
             self.room.states(self.core, together=False)
