@@ -158,7 +158,7 @@ class Runtime:
         """AdamW's moments are made on a thread, as far as that goes, where the first step would wait long for their
         pages. A moment that is not there by then is made by that step, which tells what is wrong."""
         trained = [r for r in self.records if r in served and r.trainable and r.numel]
-        if sum(r.numel for r in trained) < AHEAD or self.planning and self.planning.choices.disk is not None:
+        if sum(r.numel for r in trained) < AHEAD or (self.planning and self.planning.choices.disk is not None):
             return                           # they are small, or may go to a file yet
         self.make_no_more()                  # another optimizer was there before
         with contextlib.suppress(MegatrainError):
