@@ -63,7 +63,7 @@ def find_runtime(module: nn.Module) -> Runtime | None:
 
 
 def _make_planes(core: _core.Engine, planes: deque[tuple[int, int, int]]) -> None:
-    """On a thread, which ends with the main one. Who needs a plane that is being made waits (csrc/core/store.c, `map`)."""
+    """On a thread, which ends with the main one. Who needs a plane that is being made waits (store.c, `map`)."""
     with contextlib.suppress(IndexError, MegatrainError, MemoryError):
         while threading.main_thread().is_alive():
             core.plane(*planes.popleft())
