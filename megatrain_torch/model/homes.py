@@ -156,7 +156,6 @@ def _change(rt: Runtime, asked: Asked, plan: Plan) -> None:
     homes, have = list(before.homes), {unit: rt.ring.slots[slot] for unit, slot in rt.homes.settled.items()}
     if ranks is not None:                        # units move on all, or on none
         ranks.gather(None)                       # all are here: nobody copies of a slot, which may be another's then
-    rt.make_no_more()
     rt.ring.close()
     try:
         with as_one(ranks):

@@ -149,7 +149,8 @@ class Runtime:
         return torch._C._cuda_getCurrentRawStream(self.device.index) if self.is_cuda else 0
 
     def drain(self) -> None:
-        """Everything under way is over: gradients landed, updates done."""
+        """Everything under way is over: gradients landed, updates done. Of moments the next step makes the rest."""
+        self.make_no_more()
         self.core.drain()
         self.handover.alive.clear()          # compute has waited for every copy
         self.homes.arrivals.leave()
