@@ -62,7 +62,7 @@ def parse_args() -> tuple[argparse.Namespace, torch.device]:
     add("--tiny", action="store_true", help="with toy sizes")
     add("--seq", type=int, default=1024)
     add("--tokens", type=int, default=32768, help="in a step")
-    add("--steps", type=int, default=6)
+    add("--steps", type=int, default=12)
     add("--experts", type=int, help="of a layer, fetched at a time; 0: all; default: the plan's choice")
     add("--adapt-experts", action="store_true", help="a second run, with adapters on experts' matrices too")
     add("--compute", default="auto", choices=["auto", "eager", "fused"])
